@@ -1,0 +1,16 @@
+"""The two markers: `long` runs with --long, `gpu` where there is a CUDA device; elsewhere each skips with its reason."""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked long too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "long" in item.keywords and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="long: run it with --long"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="gpu: no CUDA device"))
