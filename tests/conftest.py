@@ -1,4 +1,4 @@
-"""The two markers: `long` runs with --long, `gpu` where there is a CUDA device; elsewhere each skips with its reason."""
+"""The markers: `long` runs with --long, `gpu` where there is a CUDA device; elsewhere each skips with its reason."""
 
 import pytest
 import torch
