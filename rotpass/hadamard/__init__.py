@@ -1,0 +1,7 @@
+"""The mathematics of Hadamard rotations: which matrices there are, and their products. No graphs."""
+
+from rotpass.hadamard.matrix import hadamard_matrix
+from rotpass.hadamard.signs import signs
+from rotpass.hadamard.tables import TABLES, factor_matrices, factors, largest_block
+
+__all__ = ["TABLES", "factor_matrices", "factors", "hadamard_matrix", "largest_block", "signs"]
