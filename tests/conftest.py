@@ -1,11 +1,18 @@
 """The markers: `long` runs with --long, `gpu` where there is a CUDA device; elsewhere each skips with its reason."""
 
+import os
+
 import pytest
 import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests marked long too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # `pytest -n 2` on two cores: a thread per worker
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
