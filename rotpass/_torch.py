@@ -1,0 +1,229 @@
+"""The only file that imports private PyTorch APIs: one small function each, with the versions it was checked on.
+
+Checked by running on 2.13 and by reading on 2.11, 2.12 and 2.14 unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def plain_state(device: torch.device) -> Iterator[None]:
+    """No gradients, inference mode, autocast, torch function or dispatch mode of the caller: just arithmetic.
+
+    A folded copy is computed in the middle of a user's call, so it must depend on nothing that surrounds it (a default
+    device, a flop counter, autocast), and it must be an ordinary tensor even if that call is in inference mode.
+    """
+    # 2.11-2.14: DisableTorchFunction covers modes such as torch.device(...); _disable_current_modes the dispatch modes.
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False)
+        if torch.amp.is_autocast_available(device.type)
+        else contextlib.nullcontext(),
+    ):
+        yield
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size as a plain number: a symbolic one's value in the inputs that were traced, 2 where it has none."""
+    # 2.1-2.14; reading the hint adds no guard, as int() would. Unbacked symbols have none.
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return 2 if hint is None else int(hint)
+
+
+def same_pointers(tensors: Sequence[Any], pointers: Sequence[int], positions: Sequence[int]) -> bool:
+    """Whether ``tensors[positions[i]].data_ptr() == pointers[i]`` for all i (positions that hold tensors only)."""
+    # 2.3-2.14; what CUDA graph trees check their static inputs with: one call instead of a hundred.
+    return torch._C._tensors_data_ptrs_at_indices_equal(tensors, pointers, positions)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a FakeTensor (2.11-2.14)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def lookup_backend(name: str) -> Callable[..., Any] | None:
+    """The torch.compile backend of this name, or None (2.0-2.14)."""
+    from torch._dynamo.backends.registry import lookup_backend as lookup
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return lookup(name)
+    except InvalidBackend:
+        return None
+
+
+def backend_names() -> list[str]:
+    """Names that torch.compile takes as a backend, debugging ones too."""
+    return torch._dynamo.list_backends(None)
+
+
+def inductor_option_names() -> list[str]:
+    """Every option of Inductor, as ``torch._inductor.list_options()`` (2.0-2.14)."""
+    return torch._inductor.list_options()
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor config patches for torch.compile's ``mode`` and ``options``, checked as torch.compile itself does."""
+    # 2.0-2.14: this wrapper is what torch.compile(backend="inductor") makes; `dynamic` changes no mode's options.
+    wrapper = torch._TorchCompileInductorWrapper(mode, None, None)
+    wrapper.apply_options(options)
+    return dict(wrapper.config)
+
+
+def inductor_patch(patches: dict[str, Any]) -> contextlib.AbstractContextManager:
+    """Inductor's config with these patches, for the time of a ``with`` block (2.0-2.14)."""
+    return torch._inductor.config.patch(patches)
+
+
+def inductor_setting(name: str) -> Any:
+    """The present value of one of Inductor's config entries."""
+    return getattr(torch._inductor.config, name)
+
+
+def compile_inductor(gm: torch.fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """``compile_fx``, whose patches also reach the backward, which it compiles later (2.0-2.14)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, config_patches=patches)
+
+
+def reset_cudagraphs() -> None:
+    """What ``torch._dynamo.reset()`` does for a backend that used CUDA graphs (2.1-2.14)."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+def current_frame() -> int | None:
+    """Dynamo's number for the code object it is compiling; recompiles of the same code have the same (2.3-2.14)."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return None if compile_id is None else compile_id.frame_id
+
+
+def in_dynamo() -> bool:
+    """Whether a backend is being called by Dynamo (and not directly)."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
+
+
+@contextlib.contextmanager
+def same_symbols(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Has AOTAutograd give each copy the static or symbolic sizes that Dynamo gave its source, while compiling.
+
+    AOTAutograd makes fake tensors from real inputs by what Dynamo noted of them; of a tensor that Dynamo never saw it
+    would make a dynamic one under ``dynamic=True``.
+    """
+    # 2.1-2.14: a WeakTensorKeyDictionary from real tensor to SymbolicContext.
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    contexts = {} if context is None else context.tensor_to_context
+    added = []
+    for source, copy in pairs:
+        if source in contexts and copy not in contexts:
+            contexts[copy] = contexts[source]
+            added.append(copy)
+    try:
+        yield
+    finally:
+        for copy in added:
+            contexts.pop(copy, None)
+
+
+def mark_static_input(node: torch.fx.Node, like: torch.fx.Node) -> None:
+    """Gives a placeholder that Dynamo did not make what AOTAutograd and CUDA graphs read off one that it made."""
+    # 2.6-2.14: every placeholder of a Dynamo graph has a _dynamo_source, None where it comes from no user variable
+    # (DDPOptimizer's); static inputs are those with the mark in tensor_dict.
+    if not hasattr(node, "_dynamo_source"):
+        node._dynamo_source = None
+    kind = like.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+    if kind is not None:
+        node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = kind
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Writes a text into TORCH_TRACE's log (2.3-2.14); free when nobody listens."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def custom_passes(value: Any) -> tuple[Any, ...]:
+    """The passes in one of Inductor's custom pass settings: None, one pass, or (2.13 on) a list of them."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def custom_pass_classes() -> tuple[type, type]:
+    """Inductor's ``CustomGraphPass`` and ``CustomInferenceAwareGraphPass`` (2.11-2.14)."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+
+    return CustomGraphPass, CustomInferenceAwareGraphPass
+
+
+def find_calls(gm: torch.fx.GraphModule, targets: Iterable[Callable[..., Any]]) -> list[torch.fx.Node]:
+    """The calls of ``targets`` in graph order, found by anchors on Inductor's pattern matcher.
+
+    Where the matcher (torch._inductor.pattern_matcher, 2.11-2.14) has gone, the graph is read directly.
+    """
+    targets = list(targets)
+    found: list[torch.fx.Node] = []
+    try:
+        from torch._inductor import pattern_matcher
+    except ImportError:
+        found = [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
+    else:
+
+        def collect(match: Any) -> bool:
+            found.append(match.output_node())
+            return False  # reads, never edits
+
+        anchors = pattern_matcher.PatternMatcherPass(pass_name="rotpass_anchors")
+        for target in targets:
+            pattern = pattern_matcher.CallFunctionVarArgs(target, users=pattern_matcher.MULTIPLE)
+            pattern_matcher.register_graph_pattern(pattern, extra_check=collect, pass_dict=anchors)(_never)
+        anchors.apply(gm)
+        for node in gm.graph.nodes:
+            node.meta.pop("mutation_region_id", None)  # the matcher leaves it behind
+    return sorted(found)
+
+
+def _never(match: Any, *args: Any, **kwargs: Any) -> None:
+    raise AssertionError("the check of an anchor always fails")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is dense and of no subclass that gives its operators another meaning (quantized, distributed)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number that tensors have in common if and only if they share storage; right for meta and fake tensors too."""
+    return tensor.untyped_storage()._cdata if is_plain(tensor) else id(tensor)
+
+
+def same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one storage show the same elements in the same order."""
+    return a is b or (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
