@@ -127,6 +127,11 @@ def largest_block(width: int, *, table: str = "default", limit: int = 512) -> in
     return next((b for b in blocks if width % b == 0 and _factors(b, table) is not None), None)
 
 
+def is_sylvester(k: int, place: int, table: str) -> bool:
+    """Whether a factor k, the ``place``-th of its matrix, is Sylvester's; compressed-tensors has another 32."""
+    return is_power_of_two(k) and (place > 0 or table != "compressed-tensors" or k in _CT_SYLVESTER)
+
+
 def _default_base(k: int) -> Tensor:
     if is_power_of_two(k):
         return build.sylvester(k)

@@ -1,0 +1,124 @@
+"""The operators, registered with torch.library when this module is imported.
+
+``rotpass::hadamard`` carries no tensors: its matrix and signs follow from its arguments, so that no constant has to be
+lifted through Dynamo or an export's signature. Importing this module builds nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from rotpass.hadamard.apply import apply_any, apply_cpu
+from rotpass.hadamard.tables import check_table, factors
+from rotpass.quantize import check_kind, quantize_dequantize
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+_library = torch.library.Library("rotpass", "DEF")
+_library.define(
+    'hadamard(Tensor x, int size, bool transpose=False, str table="default", int? seed=None) -> Tensor',
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "fake_quantize(Tensor x, str kind, int group=0) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _check_input(name: str, x: Tensor, block: int, block_name: str) -> None:
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"rotpass::{name} takes float64, float32, float16 or bfloat16, not {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"rotpass::{name} works along the last axis, and this tensor has none")
+    if block < 1 or x.shape[-1] % block != 0:
+        raise ValueError(f"rotpass::{name}: {block_name} {block} does not divide the last axis of {x.shape[-1]}")
+
+
+# ---------------------------------------------------------------------------------------------------------- hadamard
+
+
+def _check_hadamard(x: Tensor, size: int, table: str) -> None:
+    check_table(table)
+    _check_input("hadamard", x, size, "size")
+    factors(size, table=table)
+
+
+def _hadamard_cpu(x: Tensor, size: int, transpose: bool = False, table: str = "default", seed: int | None = None):
+    _check_hadamard(x, size, table)
+    return apply_cpu(x, size, transpose, table, seed)
+
+
+def _hadamard_any(x: Tensor, size: int, transpose: bool = False, table: str = "default", seed: int | None = None):
+    _check_hadamard(x, size, table)
+    return apply_any(x, size, transpose, table, seed)
+
+
+def _hadamard_fake(x: Tensor, size: int, transpose: bool = False, table: str = "default", seed: int | None = None):
+    _check_hadamard(x, size, table)
+    return torch.empty_like(x)
+
+
+def _hadamard_setup(ctx, inputs, output) -> None:
+    _, ctx.size, ctx.transpose, ctx.table, ctx.seed = inputs
+
+
+def _hadamard_backward(ctx, grad: Tensor):
+    # R is orthonormal and the signs are their own inverse: the gradient is the op's own transpose.
+    return torch.ops.rotpass.hadamard(grad, ctx.size, not ctx.transpose, ctx.table, ctx.seed), None, None, None, None
+
+
+def _hadamard_vmap(info, in_dims, x: Tensor, size, transpose=False, table="default", seed=None):
+    x = x.movedim(in_dims[0], 0)
+    if x.dim() == 1:
+        raise ValueError("rotpass::hadamard works along the last axis, and these tensors have none but the batch's")
+    return torch.ops.rotpass.hadamard(x, size, transpose, table, seed), 0
+
+
+_library.impl("hadamard", _hadamard_any, "CompositeExplicitAutograd")
+_library.impl("hadamard", _hadamard_cpu, "CPU")
+torch.library.register_fake("rotpass::hadamard", _hadamard_fake, lib=_library)
+torch.library.register_autograd("rotpass::hadamard", _hadamard_backward, setup_context=_hadamard_setup, lib=_library)
+torch.library.register_vmap("rotpass::hadamard", _hadamard_vmap, lib=_library)
+
+# ----------------------------------------------------------------------------------------------------- fake_quantize
+
+
+def _check_fake_quantize(x: Tensor, kind: str, group: int) -> None:
+    check_kind(kind)
+    if group < 0:
+        raise ValueError(f"rotpass::fake_quantize: group {group} is negative; 0 means the whole axis")
+    _check_input("fake_quantize", x, group or 1, "group")
+
+
+def _fake_quantize(x: Tensor, kind: str, group: int = 0) -> Tensor:
+    _check_fake_quantize(x, kind, group)
+    return torch.empty_like(x).copy_(quantize_dequantize(x, kind, group))
+
+
+def _fake_quantize_fake(x: Tensor, kind: str, group: int = 0) -> Tensor:
+    _check_fake_quantize(x, kind, group)
+    return torch.empty_like(x)
+
+
+def _fake_quantize_setup(ctx, inputs, output) -> None:
+    pass
+
+
+def _fake_quantize_backward(ctx, grad: Tensor):
+    return grad, None, None  # straight through
+
+
+def _fake_quantize_vmap(info, in_dims, x: Tensor, kind, group=0):
+    x = x.movedim(in_dims[0], 0)
+    if x.dim() == 1:
+        raise ValueError(
+            "rotpass::fake_quantize works along the last axis, and these tensors have none but the batch's"
+        )
+    return torch.ops.rotpass.fake_quantize(x, kind, group), 0
+
+
+_library.impl("fake_quantize", _fake_quantize, "CompositeExplicitAutograd")
+torch.library.register_fake("rotpass::fake_quantize", _fake_quantize_fake, lib=_library)
+torch.library.register_autograd(
+    "rotpass::fake_quantize", _fake_quantize_backward, setup_context=_fake_quantize_setup, lib=_library
+)
+torch.library.register_vmap("rotpass::fake_quantize", _fake_quantize_vmap, lib=_library)
