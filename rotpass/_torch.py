@@ -81,9 +81,7 @@ def inductor_option_names() -> list[str]:
 def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Inductor config patches for torch.compile's ``mode`` and ``options``, checked as torch.compile itself does."""
     # 2.0-2.14: this wrapper is what torch.compile(backend="inductor") makes; `dynamic` changes no mode's options.
-    wrapper = torch._TorchCompileInductorWrapper(mode, None, None)
-    wrapper.apply_options(options)
-    return dict(wrapper.config)
+    return dict(torch._TorchCompileInductorWrapper(mode, options, None).config)
 
 
 def inductor_patch(patches: dict[str, Any]) -> contextlib.AbstractContextManager:
@@ -118,13 +116,6 @@ def current_frame() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
-def in_dynamo() -> bool:
-    """Whether a backend is being called by Dynamo (and not directly)."""
-    from torch._guards import TracingContext
-
-    return TracingContext.try_get() is not None
-
-
 @contextlib.contextmanager
 def same_symbols(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Has AOTAutograd give each copy the static or symbolic sizes that Dynamo gave its source, while compiling.
@@ -147,17 +138,6 @@ def same_symbols(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     finally:
         for copy in added:
             contexts.pop(copy, None)
-
-
-def mark_static_input(node: torch.fx.Node, like: torch.fx.Node) -> None:
-    """Gives a placeholder that Dynamo did not make what AOTAutograd and CUDA graphs read off one that it made."""
-    # 2.6-2.14: every placeholder of a Dynamo graph has a _dynamo_source, None where it comes from no user variable
-    # (DDPOptimizer's); static inputs are those with the mark in tensor_dict.
-    if not hasattr(node, "_dynamo_source"):
-        node._dynamo_source = None
-    kind = like.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
-    if kind is not None:
-        node.meta.setdefault("tensor_dict", {})["_dynamo_static_input_type"] = kind
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

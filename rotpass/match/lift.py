@@ -1,0 +1,227 @@
+"""The cheapest places to rotate what attentions read: as early as every reader downstream agrees.
+
+A *sink* is an attention's argument that has to arrive rotated. From each sink the search climbs through transparent
+operators and cache writes, as long as everything that reads a value on the way ends in sinks of the same rotation, and
+stops where rotating moves the fewest bytes: nothing if a projection's weight takes it, one token rather than a whole cache,
+two KV heads rather than eight repeated ones. At equal cost the earliest point wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch.fx import Node
+
+from rotpass._torch import size_hint
+from rotpass.capture import Capture
+from rotpass.match.alias import Aliases
+from rotpass.match.caches import CACHE_WRITES, ZEROS
+from rotpass.match.edits import After, Before, Content, Crossing, FoldPoint, Leaf, Rotation
+from rotpass.match.rows import fold_point
+from rotpass.match.walk import carriers, is_floating, last_dim, users, value
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What a sink must receive, in blocks of ``rotation.size``.
+
+    ``rotated`` is False where only a fake quantizer is wanted, ``fold`` says whether a projection's weight may take the
+    rotation, ``crosses`` whether a cache outside the graph holds rotated contents.
+    """
+
+    rotation: Rotation
+    rotated: bool
+    quantizer: str | None
+    fold: bool
+    crosses: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Leaves that together rotate a sink, and what that costs in bytes moved at run time."""
+
+    cost: int
+    leaves: tuple[Leaf, ...]
+
+
+class Lift:
+    """Plans for all sinks of a graph. Sinks that one plan covers share it."""
+
+    def __init__(self, capture: Capture, aliases: Aliases, foldable: Callable[[FoldPoint], bool]) -> None:
+        self._capture = capture
+        self._aliases = aliases
+        self._foldable = foldable
+        self._fold_points: dict[tuple[Node, int], FoldPoint | None] = {}
+        self.sinks: dict[tuple[Node, int], Carried] = {}
+        self._covered: dict[tuple[Node, int], Plan] = {}
+
+    def plan(self, user: Node, position: int) -> tuple[Plan, bool]:
+        """The plan for a registered sink, and whether it is new (a sink that an earlier plan covers needs no edits)."""
+        sink = (user, position)
+        if sink in self._covered:
+            return self._covered[sink], False
+        carried, node = self.sinks[sink], user.args[position]
+        plan = self._best(node, carried, frozenset())
+        nodes, sinks = self._reached(plan, carried) if plan else (set(), [])
+        if plan is None or not self._buffers_agree(plan, nodes):
+            plan, sinks = Plan(self._bytes(node), (Before(user, position),)), []
+        for covered in sinks:
+            self._covered[covered] = plan
+        self._covered[sink] = plan
+        return plan, True
+
+    def crosses(self, plan: Plan, carried: Carried) -> Node | None:
+        """A cache of the outside world above the plan's leaves, which they would leave unrotated; None if there is none."""
+        todo = [leaf.node if isinstance(leaf, After) else leaf.user.args[leaf.position] for leaf in plan.leaves if isinstance(leaf, (After, Before))]
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if self._is_outside(node) or any(u.op == "output" for u in node.users) and node not in self._capture.internal_outputs:
+                return node
+            todo.extend(_sources(node, carried.rotation.size) or [])
+            for write in self._aliases.writes(node):
+                todo.extend(write.args[:1])
+        return None
+
+    # The search. `through` holds the operators of several carriers (cat, cache writes) that the climb has gone through:
+    # what reads a value through another one cannot be answered for.
+
+    def _best(self, node: Node, carried: Carried, through: frozenset[Node]) -> Plan | None:
+        if not self._exclusive(node, carried, through):
+            return None
+        size = carried.rotation.size
+        here = self._here(node, size)
+        if self._aliases.writes(node):
+            return _cheaper(self._cache(node, carried, through), here)
+        if node.target in ZEROS:
+            return Plan(0, ())
+        if carried.crosses and self._is_outside(node):
+            return Plan(0, (Crossing(node),))
+        if node in self._capture.internal:
+            return Plan(0, (Content(node),))
+        if carried.fold and (point := self._fold_point(node, size)) is not None:
+            return Plan(0, (point,))
+        above = _sources(node, size)
+        if above is None:
+            return here
+        several = len(set(above)) > 1
+        lifted = self._all(above, carried, through | {node} if several else through)
+        # Two kernels for what one can do are worth it only if they move less.
+        return _cheaper(here, lifted) if several else _cheaper(lifted, here)
+
+    def _all(self, nodes: list[Node], carried: Carried, through: frozenset[Node]) -> Plan | None:
+        plans = [self._best(node, carried, through) for node in dict.fromkeys(nodes)]
+        if any(plan is None for plan in plans):
+            return None
+        return Plan(sum(plan.cost for plan in plans), tuple(dict.fromkeys(leaf for plan in plans for leaf in plan.leaves)))
+
+    def _here(self, node: Node, size: int) -> Plan | None:
+        """Rotating right after ``node``."""
+        if not is_floating(node) or (last_dim(node) or 1) % size or not self._aliases.settled(node):
+            return None
+        return Plan(self._bytes(node), (After(node),))
+
+    def _cache(self, node: Node, carried: Carried, through: frozenset[Node]) -> Plan | None:
+        """Rotating a buffer by rotating all that is ever written to it."""
+        size = carried.rotation.size
+        members, writes = self._aliases.members(node), self._aliases.writes(node)
+        through = through | frozenset(writes)
+        written: list[Node] = []
+        for write in writes:
+            sources = CACHE_WRITES[write.target](write, size) if write.target in CACHE_WRITES else None
+            if sources is None:
+                return None
+            written.extend(sources[1:])
+        leaves: list[Leaf] = []
+        for member in members:
+            if not self._exclusive(member, carried, through):
+                return None
+            if member in writes or any(above in members for above in carriers(member, size) or ()):
+                continue
+            if member in self._capture.internal:
+                leaves.append(Content(member))
+            elif carried.crosses and self._is_outside(member):
+                leaves.append(Crossing(member))
+            elif member.target not in ZEROS:
+                return None
+        plan = self._all(written, carried, through)
+        return plan and Plan(plan.cost, (*leaves, *plan.leaves))
+
+    def _exclusive(self, node: Node, carried: Carried, through: frozenset[Node]) -> bool:
+        """Whether all that reads ``node`` ends in sinks which want the same."""
+        return all(self._agrees(user, node, carried, through) for user in users(node))
+
+    def _agrees(self, user: Node, node: Node, carried: Carried, through: frozenset[Node]) -> bool:
+        positions = [i for i, arg in enumerate(user.args) if arg is node]
+        if any((user, i) in self.sinks for i in positions):
+            return all(self.sinks.get((user, i)) == carried for i in positions) and node not in user.kwargs.values()
+        if user.op == "output":
+            return node in self._capture.internal_outputs or carried.crosses
+        sources = _sources(user, carried.rotation.size)
+        if sources is None or node not in sources or (len(set(sources)) > 1 and user not in through):
+            return False
+        return self._exclusive(user, carried, through)
+
+    def _is_outside(self, node: Node) -> bool:
+        """Whether a node is a tensor that code outside the graph holds too: an input, or a buffer that the graph writes."""
+        if node.op != "placeholder" or node in self._capture.internal or not isinstance(value(node), torch.Tensor):
+            return False
+        return node not in self._capture.values or bool(self._aliases.writes(node))
+
+    def _fold_point(self, node: Node, size: int) -> FoldPoint | None:
+        # Aliases are part of the answer: a weight or a chain that is written to does not fold.
+        key = (node, size)
+        if key not in self._fold_points:
+            self._fold_points[key] = fold_point(node, size, unwritten=lambda n: not self._aliases.writes(n))
+        point = self._fold_points[key]
+        return point if point is not None and self._foldable(point) else None
+
+    def _buffers_agree(self, plan: Plan, rotated: set[Node]) -> bool:
+        """Whether every buffer of a functional graph begins and ends a run alike: both rotated or neither."""
+        begin = {leaf.buffer for leaf in plan.leaves if isinstance(leaf, Content)}
+        end = {buffer for node, buffer in self._capture.internal_outputs.items() if node in rotated}
+        return end == begin & set(self._capture.internal_outputs.values())
+
+    def _reached(self, plan: Plan, carried: Carried) -> tuple[set[Node], list[tuple[Node, int]]]:
+        """The values that the plan's leaves rotate, and the sinks among their readers."""
+        todo = [leaf.buffer if isinstance(leaf, Content) else leaf.node for leaf in plan.leaves]
+        seen: set[Node] = set()
+        reached = []
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if self._aliases.writes(node):
+                todo.extend(self._aliases.members(node))
+            for user in users(node):
+                here = [(user, i) for i, arg in enumerate(user.args) if arg is node and (user, i) in self.sinks]
+                reached.extend(here)
+                if not here and node in (_sources(user, carried.rotation.size) or ()):
+                    todo.append(user)
+        return seen, reached
+
+    @staticmethod
+    def _bytes(node: Node) -> int:
+        v = value(node)
+        total = v.element_size()
+        for n in v.shape:
+            total *= size_hint(n)
+        return total
+
+
+def _sources(node: Node, size: int) -> list[Node] | None:
+    """The inputs by which a transparent operator or a cache write carries the rotation."""
+    write = CACHE_WRITES.get(node.target) if node.op == "call_function" else None
+    return write(node, size) if write else carriers(node, size)
+
+
+def _cheaper(preferred: Plan | None, other: Plan | None) -> Plan | None:
+    if preferred is None or other is None:
+        return preferred or other
+    return preferred if preferred.cost <= other.cost else other

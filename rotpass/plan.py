@@ -1,0 +1,133 @@
+"""What a model or program says of the rotations that are already in it: the persistent buffer ``rotpass_plan``.
+
+The buffer holds JSON as uint8, so it goes wherever a state dict goes: save, load, export, ``quantize_``. A strict load into
+a model that is not rotated fails on it, which is what it is for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.fx import Node
+
+from rotpass import _torch
+from rotpass.capture import Capture
+from rotpass.report import Site
+from rotpass.rewrite.fold import Fold
+
+BUFFER = "rotpass_plan"
+FORMAT = 1
+
+# Folded modules that are alive: torch.compile never sees an unused buffer, so that door looks its parameters up here.
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Rotated sites, the folds of each weight by name, and the order, table and seed of each online half by module."""
+
+    sites: tuple[Site, ...] = ()
+    folds: tuple[tuple[str, Fold], ...] = ()
+    hooks: tuple[tuple[str, int, str, int | None], ...] = ()
+
+    def to_tensor(self) -> Tensor:
+        """As a buffer."""
+        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> Plan:
+        """From a buffer.
+
+        Raises:
+            ValueError: it is no plan, or one of a later rotpass.
+        """
+        try:
+            data = json.loads(bytes(tensor.detach().cpu().tolist()))
+            if data["format"] > FORMAT:
+                raise ValueError(f"{BUFFER} was written by a later rotpass (format {data['format']}): upgrade rotpass")
+            return Plan(
+                tuple(Site(**site) for site in data["sites"]),
+                tuple((name, Fold(**{**fold, "starts": fold["starts"] and tuple(fold["starts"])})) for name, fold in data["folds"]),
+                tuple(tuple(hook) for hook in data["hooks"]),
+            )
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"the buffer {BUFFER} holds no plan of rotpass: {error}") from error
+
+
+def same_tensor(a: Any, b: Tensor) -> bool:
+    """Whether two names of a state dict are one weight."""
+    return isinstance(a, Tensor) and _torch.storage_key(a) == _torch.storage_key(b) and _torch.same_view(a, b)
+
+
+def read(capture: Capture) -> None:
+    """Notes in a program's capture what its plans say (a folded submodule has one under its own name)."""
+    plans = {}
+    for node, name in capture.names.items():
+        prefix, _, last = name.rpartition(BUFFER)
+        if _ == BUFFER and not last and (not prefix or prefix.endswith(".")):
+            plans[prefix] = Plan.from_tensor(capture.values[node])
+    for prefix, plan in plans.items():
+        folded = {prefix + name for name, _ in plan.folds}
+        capture.folded |= {node for node, name in capture.names.items() if name in folded}
+        capture.already |= {(site.kind, prefix + site.where) for site in plan.sites}
+
+
+def register(module: nn.Module) -> None:
+    """Has :func:`look_up` know a folded module."""
+    _modules.add(module)
+
+
+def forget(module: nn.Module) -> None:
+    """Undoes :func:`register`."""
+    _modules.discard(module)
+
+
+def look_up(capture: Capture) -> None:
+    """Notes in a capture of torch.compile which of its weights belong to a folded module, by the module's present weights."""
+    nodes = {id(tensor): node for node, tensor in capture.values.items()}
+    for module in list(_modules):
+        plan = of(module)
+        for name, _ in plan.folds if plan else ():
+            owner, _, last = name.rpartition(".")
+            tensor = getattr(module.get_submodule(owner), last, None)
+            if id(tensor) in nodes:
+                capture.folded.add(nodes[id(tensor)])
+
+
+def of(module: nn.Module) -> Plan | None:
+    """The plan of a folded module, None if it is not folded."""
+    buffer = module._buffers.get(BUFFER)
+    return None if buffer is None or buffer.is_meta else Plan.from_tensor(buffer)
+
+
+def write(placeholders: list[Node], signature: ExportGraphSignature, state_dict: dict[str, Tensor], sites: list[Site], folds: list[tuple[str, Fold]]) -> None:
+    """Adds the sites that a pass rotated to a program's plan, as a buffer that nothing reads."""
+    rotated = [site for site in sites if site.status == "rotated"]
+    if not rotated:
+        return
+    before = Plan.from_tensor(state_dict[BUFFER]) if BUFFER in state_dict else None
+    known = before or Plan()
+    state_dict[BUFFER] = dataclasses.replace(known, sites=(*known.sites, *rotated), folds=(*known.folds, *folds)).to_tensor()
+    kinds = [spec.kind for spec in signature.input_specs]
+    if before is not None:
+        position = next(i for i, spec in enumerate(signature.input_specs) if spec.target == BUFFER)
+        _describe(placeholders[position], state_dict[BUFFER])
+        return
+    position = sum(kind in (InputKind.PARAMETER, InputKind.BUFFER) for kind in kinds)
+    graph = placeholders[0].graph if placeholders else None
+    with graph.inserting_before(placeholders[position]) if position < len(placeholders) else graph.inserting_after(placeholders[-1]):
+        node = graph.placeholder(f"b_{BUFFER}")
+    _describe(node, state_dict[BUFFER], placeholders)
+    signature.input_specs.insert(position, InputSpec(InputKind.BUFFER, TensorArgument(node.name), BUFFER, persistent=True))
+
+
+def _describe(node: Node, tensor: Tensor, others: list[Node] | None = None) -> None:
+    mode = next((n.meta["val"].fake_mode for n in others or node.graph.nodes if hasattr(n.meta.get("val"), "fake_mode")), None)
+    node.meta["val"] = mode.from_tensor(tensor) if mode is not None else tensor
