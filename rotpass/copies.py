@@ -249,7 +249,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Sequence[Any],
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             stepped.add(id(parameter))
-            if type(parameter) in PLAIN and parameter.layout is torch.strided:
+            if _torch.is_plain(parameter):
                 stepped.add(parameter.untyped_storage().data_ptr())
     changed = False
     for _, key, copy in live():
@@ -257,7 +257,3 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: Sequence[Any],
             copy.stale = changed = True
     if changed:
         _advance()
-
-
-# Types whose values are all in their storage. A subclass may keep its own elsewhere.
-PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -1,7 +1,7 @@
 """What makes Inductor's caches tell apart graphs that only rotpass's own code tells apart.
 
-Inductor keys its compiled graphs by the graph, its config and the ``uuid()`` of custom passes. The body of a lowering is
-in none of these, so without a pass of ours a new version of rotpass would be served the old one's kernels.
+Inductor keys its compiled graphs by the graph, its config and the ``uuid()`` of custom passes. The body of a lowering
+is in none of these, so without a pass of ours a new version of rotpass would be served the old one's kernels.
 """
 
 from __future__ import annotations

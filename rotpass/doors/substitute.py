@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rotpass import _torch, copies
+from rotpass.doors.record import Record
 
 if TYPE_CHECKING:
     from rotpass.rewrite import FoldedInput
@@ -34,10 +35,24 @@ class Substituted:
         compiled: takes the graph's inputs, and the copies of new placeholders after them.
         folds: which input becomes which.
         inputs: how many inputs the graph has without new placeholders.
+        marker: position of a weight by which to tell modules that share the graph apart, if there is one.
+        record: what the report says of the graph.
+        owner: the backend, whose report must live as long as the graph.
     """
 
-    def __init__(self, compiled: Callable[..., Any], folds: Sequence[FoldedInput], inputs: int) -> None:
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        folds: Sequence[FoldedInput],
+        inputs: int,
+        marker: int | None,
+        record: Record,
+        owner: Any,
+    ) -> None:
         self.compiled = compiled
+        self.marker = marker
+        self.record = record
+        self.owner = owner
         self.targets = [fold.target for fold in folds]
         self.sources = [fold.source for fold in folds]
         self.folds = [fold.folds for fold in folds]
@@ -47,6 +62,10 @@ class Substituted:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph."""
+        if not self.sources:
+            if self.marker is not None:
+                self.record.served.add(id(args[self.marker]))
+            return self.compiled(*args)
         inputs = list(args)
         inputs.extend([None] * self.added)
         for target, tensor in zip(self.targets, self._folded(args)):
@@ -80,6 +99,7 @@ class Substituted:
             return [stand_in(source) for source in sources]
         found = [copies.lookup(s, column, folds) for s, column, folds in zip(sources, self.columns, self.folds)]
         tensors = [copy.tensor for copy in found]
+        self.record.served.add(id(args[self.marker]))
         if tick == copies.tick():
             versions = [copies.version(source) for source in sources]
             self._seen = _Seen(tick, [source.data_ptr() for source in sources], versions, found)
