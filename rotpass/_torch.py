@@ -44,12 +44,6 @@ def size_hint(size: int | torch.SymInt) -> int:
     return 2 if hint is None else int(hint)
 
 
-def same_pointers(tensors: Sequence[Any], pointers: Sequence[int], positions: Sequence[int]) -> bool:
-    """Whether ``tensors[positions[i]].data_ptr() == pointers[i]`` for all i (positions that hold tensors only)."""
-    # 2.3-2.14; what CUDA graph trees check their static inputs with: one call instead of a hundred.
-    return torch._C._tensors_data_ptrs_at_indices_equal(tensors, pointers, positions)
-
-
 def is_fake(value: Any) -> bool:
     """Whether a value is a FakeTensor (2.11-2.14)."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -207,3 +201,14 @@ def storage_key(tensor: Tensor) -> int:
 def same_view(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one storage show the same elements in the same order."""
     return a is b or (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+
+
+def leaf_paths(spec: Any) -> list[str]:
+    """For each leaf of a pytree, the names of the containers and keys above it, as one string."""
+    # TreeSpec.type, .context and .children(): 2.11-2.14; children_specs before.
+    if spec.is_leaf():
+        return [""]
+    children = spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+    context = spec.context if isinstance(spec.context, (list, tuple)) else [spec.context] * len(children)
+    keys = context if len(context) == len(children) and all(isinstance(key, str) for key in context) else [""] * len(children)
+    return [f"{spec.type.__name__}.{key}.{path}" for key, child in zip(keys, children) for path in leaf_paths(child)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from rotpass import _torch, copies
+from rotpass import _torch, copies, plan
 from rotpass.capture import Capture, from_dynamo
 from rotpass.doors import options as door_options
 from rotpass.doors.record import Record, Records
@@ -115,10 +115,12 @@ class Backend:
     def _rotate(
         self, gm: GraphModule, captured: Capture, example_inputs: Sequence[Any], patches: dict[str, Any]
     ) -> Callable[..., Any]:
+        plan.look_up(captured)
         trains = _trains(captured)
         weights = {captured.names.get(node, node.name): id(tensor) for node, tensor in captured.values.items()}
+        # By their first weight the modules that share the graph are told apart.
         placeholders = captured.gm.graph.find_nodes(op="placeholder")
-        positions = [i for i, node in enumerate(placeholders) if node in captured.values]
+        marker = next((i for i, node in enumerate(placeholders) if node in captured.values), None)
         rotated = rotate(captured, self.recipe, Door(extra_inputs=True, trains=trains), strict=self.strict)
         assert not rotated.contents, "no buffer is internal to a graph of torch.compile"
         record = Record(_torch.current_frame(), weights, rotated.sites, _notes(rotated, trains))
@@ -128,8 +130,6 @@ class Backend:
         else:
             log.debug("%s", LazyString(lambda: rotated.gm.print_readable(print_output=False)))
             compiled = self._compile_rotated(rotated, example_inputs, patches)
-            # A weight to tell apart the modules that share the graph; a folded one is least likely shared by them.
-            marker = rotated.folds[0].source if rotated.folds else positions[-1] if positions else None
             compiled = Substituted(compiled, rotated.folds, len(example_inputs), marker, record, owner=self)
         self._records.add(record)
         return compiled
@@ -149,8 +149,12 @@ class Backend:
         for node in placeholders:
             if not hasattr(node, "_dynamo_source") and hasattr(rotated.gm, "_param_name_to_source"):
                 node._dynamo_source = None
-        with _torch.same_symbols(pairs):
-            return self._compile(rotated.gm, inputs, patches)
+        try:
+            with _torch.same_symbols(pairs):
+                return self._compile(rotated.gm, inputs, patches)
+        finally:
+            for node in placeholders:
+                node.meta.pop("grapharg", None)  # refers to the weight, which swap_tensors would refuse then
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
         from rotpass.doors.cache_key import SLOT, cache_key  # imports Inductor

@@ -49,10 +49,11 @@ class Plan:
 class Lift:
     """Plans for all sinks of a graph. Sinks that one plan covers share it."""
 
-    def __init__(self, capture: Capture, aliases: Aliases, foldable: Callable[[FoldPoint], bool]) -> None:
+    def __init__(self, capture: Capture, aliases: Aliases, foldable: Callable[[FoldPoint], bool], own_caches: frozenset[Node] | None = None) -> None:
         self._capture = capture
         self._aliases = aliases
         self._foldable = foldable
+        self._own_caches = own_caches  # if given, no other cache outside the graph may be rotated
         self._fold_points: dict[tuple[Node, int], FoldPoint | None] = {}
         self.sinks: dict[tuple[Node, int], Carried] = {}
         self._covered: dict[tuple[Node, int], Plan] = {}
@@ -100,7 +101,7 @@ class Lift:
             return _cheaper(self._cache(node, carried, through), here)
         if node.target in ZEROS:
             return Plan(0, ())
-        if carried.crosses and self._is_outside(node):
+        if self._is_outside(node) and self._may_cross(node, carried):
             return Plan(0, (Crossing(node),))
         if node in self._capture.internal:
             return Plan(0, (Content(node),))
@@ -145,7 +146,7 @@ class Lift:
                 continue
             if member in self._capture.internal:
                 leaves.append(Content(member))
-            elif carried.crosses and self._is_outside(member):
+            elif self._is_outside(member) and self._may_cross(member, carried):
                 leaves.append(Crossing(member))
             elif member.target not in ZEROS:
                 return None
@@ -161,11 +162,14 @@ class Lift:
         if any((user, i) in self.sinks for i in positions):
             return all(self.sinks.get((user, i)) == carried for i in positions) and node not in user.kwargs.values()
         if user.op == "output":
-            return node in self._capture.internal_outputs or carried.crosses
+            return node in self._capture.internal_outputs or self._may_cross(node, carried)
         sources = _sources(user, carried.rotation.size)
         if sources is None or node not in sources or (len(set(sources)) > 1 and user not in through):
             return False
         return self._exclusive(user, carried, through)
+
+    def _may_cross(self, node: Node, carried: Carried) -> bool:
+        return carried.crosses and (self._own_caches is None or node in self._own_caches)
 
     def _is_outside(self, node: Node) -> bool:
         """Whether a node is a tensor that code outside the graph holds too: an input, or a buffer that the graph writes."""

@@ -30,20 +30,24 @@ class Door:
     Attributes:
         extra_inputs: a weight that others use too can get a folded copy of its own.
         trains: placeholders whose weights need gradients: folds of them stay in the graph.
-        own_caches: caches that cross the graph's boundary are the module's own, so V may be rotated in them.
+        own_caches: inputs and outputs that are the module's own cache, so that V may be rotated in them.
     """
 
     extra_inputs: bool = False
     trains: frozenset[Node] = frozenset()
-    own_caches: bool = False
+    own_caches: frozenset[Node] | None = None
 
 
 @dataclasses.dataclass
 class Match:
-    """One site and what has to be done for it; a refused site has nothing to do."""
+    """One site and what has to be done for it; a refused site has nothing to do.
+
+    Sites with the same ``plan`` share how their values are rotated; the edits for it are with the first of them.
+    """
 
     site: Site
     edits: list[Edit] = dataclasses.field(default_factory=list)
+    plan: Plan | None = None
 
 
 @dataclasses.dataclass
@@ -79,7 +83,7 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
 class _Matcher:
     def __init__(self, capture: Capture, recipe: Recipe, door: Door, aliases: Aliases, blocked: frozenset[Node]) -> None:
         self._capture, self._recipe, self._door, self._aliases, self._blocked = capture, recipe, door, aliases, blocked
-        self._lift = Lift(capture, aliases, self._folds_by_value_or_training)
+        self._lift = Lift(capture, aliases, self._folds_by_value_or_training, door.own_caches)
         self._quantizers: list[Quantize] = []
 
     def run(self, attentions: list[Attention], mlps: list[Mlp]) -> Matches:
@@ -138,7 +142,7 @@ class _Matcher:
             rotated=rotated,
             quantizer=quantizer,
             fold=rotated and kind == "v" and self._recipe.counter == "fold",
-            crosses=rotated and role != "q" and (self._recipe.cache == "rotated" or self._door.own_caches),
+            crosses=rotated and role != "q" and (self._recipe.cache == "rotated" or self._door.own_caches is not None),
         )
         self._lift.sinks[attention.node, getattr(attention.roles, role)] = carried
 
@@ -223,7 +227,7 @@ class _Matcher:
         else:
             edits.append(Rotate(After(attention.node), rotation, transpose=True))
         reason = self._cache_remark(attention, "v", plan)
-        return Match(dataclasses.replace(site, inserted=_how(plan), undone="folded" if undone else "online", reason=reason), edits)
+        return Match(dataclasses.replace(site, inserted=_how(plan), undone="folded" if undone else "online", reason=reason), edits, plan)
 
     def _undone_points(self, attention: Attention) -> list[FoldPoint] | None:
         """The projections that the output goes to, if it goes nowhere else and arrives there in whole heads."""
