@@ -3,7 +3,7 @@
 Doors: :func:`backend` for torch.compile, :class:`RotationPass` for an ExportedProgram, :func:`fold_` for an nn.Module.
 """
 
-import rotpass.ops  # registers the operators
+from rotpass import ops as _ops  # noqa: F401  (registers the operators)
 from rotpass.doors.compile import backend
 from rotpass.doors.module import explain, fold_, unfold_
 from rotpass.doors.program import RotationPass

@@ -200,7 +200,12 @@ def storage_key(tensor: Tensor) -> int:
 
 def same_view(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one storage show the same elements in the same order."""
-    return a is b or (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+    return a is b or (a.shape, a.stride(), a.storage_offset(), a.dtype) == (
+        b.shape,
+        b.stride(),
+        b.storage_offset(),
+        b.dtype,
+    )
 
 
 def leaf_paths(spec: Any) -> list[str]:
@@ -210,5 +215,9 @@ def leaf_paths(spec: Any) -> list[str]:
         return [""]
     children = spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
     context = spec.context if isinstance(spec.context, (list, tuple)) else [spec.context] * len(children)
-    keys = context if len(context) == len(children) and all(isinstance(key, str) for key in context) else [""] * len(children)
+    keys = (
+        context
+        if len(context) == len(children) and all(isinstance(key, str) for key in context)
+        else [""] * len(children)
+    )
     return [f"{spec.type.__name__}.{key}.{path}" for key, child in zip(keys, children) for path in leaf_paths(child)]

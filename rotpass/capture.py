@@ -114,7 +114,9 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
 
 def _fake_inputs(placeholders: list[Node], example_inputs: list) -> tuple[list, FakeTensorMode]:
     values = [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
-    mode = next((v.fake_mode for v in [*values, *example_inputs] if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    mode = (
+        next((v.fake_mode for v in [*values, *example_inputs] if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    )
     for i, (v, example) in enumerate(zip(values, example_inputs)):
         if v is None:
             real = isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor)

@@ -54,7 +54,10 @@ class Plan:
                 raise ValueError(f"{BUFFER} was written by a later rotpass (format {data['format']}): upgrade rotpass")
             return Plan(
                 tuple(Site(**site) for site in data["sites"]),
-                tuple((name, Fold(**{**fold, "starts": fold["starts"] and tuple(fold["starts"])})) for name, fold in data["folds"]),
+                tuple(
+                    (name, Fold(**{**fold, "starts": fold["starts"] and tuple(fold["starts"])}))
+                    for name, fold in data["folds"]
+                ),
                 tuple(tuple(hook) for hook in data["hooks"]),
             )
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -107,14 +110,22 @@ def of(module: nn.Module) -> Plan | None:
     return None if buffer is None or buffer.is_meta else Plan.from_tensor(buffer)
 
 
-def write(placeholders: list[Node], signature: ExportGraphSignature, state_dict: dict[str, Tensor], sites: list[Site], folds: list[tuple[str, Fold]]) -> None:
+def write(
+    placeholders: list[Node],
+    signature: ExportGraphSignature,
+    state_dict: dict[str, Tensor],
+    sites: list[Site],
+    folds: list[tuple[str, Fold]],
+) -> None:
     """Adds the sites that a pass rotated to a program's plan, as a buffer that nothing reads."""
     rotated = [site for site in sites if site.status == "rotated"]
     if not rotated:
         return
     before = Plan.from_tensor(state_dict[BUFFER]) if BUFFER in state_dict else None
     known = before or Plan()
-    state_dict[BUFFER] = dataclasses.replace(known, sites=(*known.sites, *rotated), folds=(*known.folds, *folds)).to_tensor()
+    state_dict[BUFFER] = dataclasses.replace(
+        known, sites=(*known.sites, *rotated), folds=(*known.folds, *folds)
+    ).to_tensor()
     kinds = [spec.kind for spec in signature.input_specs]
     if before is not None:
         position = next(i for i, spec in enumerate(signature.input_specs) if spec.target == BUFFER)
@@ -122,12 +133,20 @@ def write(placeholders: list[Node], signature: ExportGraphSignature, state_dict:
         return
     position = sum(kind in (InputKind.PARAMETER, InputKind.BUFFER) for kind in kinds)
     graph = placeholders[0].graph if placeholders else None
-    with graph.inserting_before(placeholders[position]) if position < len(placeholders) else graph.inserting_after(placeholders[-1]):
+    with (
+        graph.inserting_before(placeholders[position])
+        if position < len(placeholders)
+        else graph.inserting_after(placeholders[-1])
+    ):
         node = graph.placeholder(f"b_{BUFFER}")
     _describe(node, state_dict[BUFFER], placeholders)
-    signature.input_specs.insert(position, InputSpec(InputKind.BUFFER, TensorArgument(node.name), BUFFER, persistent=True))
+    signature.input_specs.insert(
+        position, InputSpec(InputKind.BUFFER, TensorArgument(node.name), BUFFER, persistent=True)
+    )
 
 
 def _describe(node: Node, tensor: Tensor, others: list[Node] | None = None) -> None:
-    mode = next((n.meta["val"].fake_mode for n in others or node.graph.nodes if hasattr(n.meta.get("val"), "fake_mode")), None)
+    mode = next(
+        (n.meta["val"].fake_mode for n in others or node.graph.nodes if hasattr(n.meta.get("val"), "fake_mode")), None
+    )
     node.meta["val"] = mode.from_tensor(tensor) if mode is not None else tensor

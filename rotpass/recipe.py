@@ -95,7 +95,9 @@ class Recipe:
         if self.block_size is not None and (
             self.block_size < 2 or largest_block(self.block_size, table=self.table) != self.block_size
         ):
-            raise ValueError(f"Recipe.block_size={self.block_size}: the {self.table!r} table has no Hadamard matrix of that order")
+            raise ValueError(
+                f"Recipe.block_size={self.block_size}: the {self.table!r} table has no Hadamard matrix of that order"
+            )
         for name in ("only", "skip"):
             value = getattr(self, name)
             if isinstance(value, str):

@@ -69,7 +69,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, ready for JSON."""
-        return {"sites": [dataclasses.asdict(site) for site in self.sites], "counts": self.counts, "notes": list(self.notes)}
+        return {
+            "sites": [dataclasses.asdict(site) for site in self.sites],
+            "counts": self.counts,
+            "notes": list(self.notes),
+        }
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -101,7 +105,11 @@ class Report:
 
 def _cell(site: Site, column: str) -> str:
     if column == "size":
-        return f"{site.size}" if site.size in (0, site.width) or site.kind != "r4" else f"{site.width // site.size}x{site.size}"
+        return (
+            f"{site.size}"
+            if site.size in (0, site.width) or site.kind != "r4"
+            else f"{site.width // site.size}x{site.size}"
+        )
     return str(getattr(site, column))
 
 
@@ -114,7 +122,9 @@ def check(sites: list[Site], recipe: Recipe, *, strict: bool, holds_any: bool) -
     refused = [site for site in sites if site.status == "refused"]
     if strict and refused:
         reasons = {site.reason: site for site in reversed(refused)}
-        told = "; ".join(f"{site.kind} at {site.where or 'the root'}: {reason}" for reason, site in reversed(reasons.items()))
+        told = "; ".join(
+            f"{site.kind} at {site.where or 'the root'}: {reason}" for reason, site in reversed(reasons.items())
+        )
         raise ValueError(f"strict=True and {len(refused)} of {len(sites)} sites were refused: {told}")
     for site in refused:
         log.info("refused %s at %s: %s", site.kind, site.where, site.reason)

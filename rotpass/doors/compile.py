@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import threading
@@ -162,7 +163,8 @@ class Backend:
         theirs = patches[SLOT] if SLOT in patches else _torch.inductor_setting(SLOT)
         patches = {**patches, SLOT: cache_key(self.recipe, _torch.custom_passes(theirs))}
         if self.inner == "inductor":
-            importlib.import_module("rotpass.lower.inductor")  # registers the lowerings
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module("rotpass.lower.inductor")  # registers the lowerings
             return _torch.compile_inductor(gm, inputs, patches)
         inner = _torch.lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
         with _torch.inductor_patch(patches):  # for an inner that ends in Inductor
@@ -294,6 +296,11 @@ def _changed(rotated: Rotated) -> bool:
 
 
 def _notes(rotated: Rotated, trains: frozenset[Node]) -> list[str]:
-    if trains and any("folded" in (site.inserted, site.undone) for site in rotated.sites):
-        return ["weights that need gradients are folded in the graph at every call; for inference use torch.no_grad()"]
+    aten = torch.ops.aten
+    for node in rotated.gm.graph.find_nodes(op="call_function", target=torch.ops.rotpass.hadamard.default):
+        source = node.args[0]
+        while source.target in (aten.transpose.int, aten.slice.Tensor):
+            source = source.args[0]
+        if source in trains:
+            return ["weights that need gradients are folded in the graph at every call; for inference use torch.no_grad()"]
     return []

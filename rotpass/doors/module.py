@@ -119,7 +119,9 @@ class OnlineRotation:
     def __init__(self, size: int, table: str, seed: int | None) -> None:
         self.size, self.table, self.seed = size, table, seed
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (self._rotate(args[0]), *args[1:]), kwargs
         name, x = next(iter(kwargs.items()))
@@ -153,7 +155,9 @@ class _Member:
         plan.register(self.module)
 
 
-def _export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any) -> ExportedProgram:
+def _export(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> ExportedProgram:
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module; got {type(model).__name__}")
     return torch.export.export(model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
@@ -162,11 +166,17 @@ def _export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | N
 def _own_caches(ep: ExportedProgram, capture: Capture) -> frozenset[Node]:
     """Inputs and outputs that lie in something called a cache: what they hold is the module's business."""
     inputs, outputs = _torch.leaf_paths(ep.call_spec.in_spec), _torch.leaf_paths(ep.call_spec.out_spec)
-    users = [n for n, s in zip(capture.gm.graph.find_nodes(op="placeholder"), ep.graph_signature.input_specs) if s.kind == InputKind.USER_INPUT]
+    users = [
+        n
+        for n, s in zip(capture.gm.graph.find_nodes(op="placeholder"), ep.graph_signature.input_specs)
+        if s.kind == InputKind.USER_INPUT
+    ]
     results = next(iter(capture.gm.graph.find_nodes(op="output"))).args[0]
     results = [n for n, s in zip(results, ep.graph_signature.output_specs) if s.kind == OutputKind.USER_OUTPUT]
     named = [*zip(users, inputs), *zip(results, outputs)]
-    return frozenset(node for node, path in named if isinstance(node, Node) and re.search("cache|past|present", path, re.IGNORECASE))
+    return frozenset(
+        node for node, path in named if isinstance(node, Node) and re.search("cache|past|present", path, re.IGNORECASE)
+    )
 
 
 def _decide(capture: Capture, matches: list[Match]) -> list[Match]:
@@ -186,7 +196,9 @@ def _decide(capture: Capture, matches: list[Match]) -> list[Match]:
 
 
 def _all_folded(match: Match) -> bool:
-    return match.site.inserted == "folded" and all(isinstance(edit, FoldEdit) and not edit.in_graph for edit in match.edits)
+    return match.site.inserted == "folded" and all(
+        isinstance(edit, FoldEdit) and not edit.in_graph for edit in match.edits
+    )
 
 
 def _no_hook(capture: Capture, match: Match) -> str:
@@ -197,8 +209,15 @@ def _no_hook(capture: Capture, match: Match) -> str:
     down = folds[0].at.projection
     if capture.names[down.source].rpartition(".")[0] != match.site.where:
         return "its weight belongs to another module than the one that multiplies by it"
-    inside = [node for node in capture.gm.graph.nodes if node.op == "call_function" and capture.where(node) == match.site.where]
-    if any(n is not down.node and projection(n) is None and n.target not in TRANSPARENT and n.target not in BYSTANDERS for n in inside):
+    inside = [
+        node
+        for node in capture.gm.graph.nodes
+        if node.op == "call_function" and capture.where(node) == match.site.where
+    ]
+    if any(
+        n is not down.node and projection(n) is None and n.target not in TRANSPARENT and n.target not in BYSTANDERS
+        for n in inside
+    ):
         return "its module does more than multiply by the weight, so the input of the weight is not that of the module"
     return ""
 

@@ -99,7 +99,10 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 def _writes_anything(body: GraphModule) -> bool:
     return any(
-        getattr(n.target, "_schema", None) is not None and n.target._schema.is_mutable or bool(_bodies(n)) and any(map(_writes_anything, _bodies(n)))
+        getattr(n.target, "_schema", None) is not None
+        and n.target._schema.is_mutable
+        or bool(_bodies(n))
+        and any(map(_writes_anything, _bodies(n)))
         for n in body.graph.nodes
         if n.op == "call_function"
     )

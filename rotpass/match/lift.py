@@ -49,7 +49,13 @@ class Plan:
 class Lift:
     """Plans for all sinks of a graph. Sinks that one plan covers share it."""
 
-    def __init__(self, capture: Capture, aliases: Aliases, foldable: Callable[[FoldPoint], bool], own_caches: frozenset[Node] | None = None) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        aliases: Aliases,
+        foldable: Callable[[FoldPoint], bool],
+        own_caches: frozenset[Node] | None = None,
+    ) -> None:
         self._capture = capture
         self._aliases = aliases
         self._foldable = foldable
@@ -75,14 +81,22 @@ class Lift:
 
     def crosses(self, plan: Plan, carried: Carried) -> Node | None:
         """A cache of the outside world above the plan's leaves, which they would leave unrotated; None if there is none."""
-        todo = [leaf.node if isinstance(leaf, After) else leaf.user.args[leaf.position] for leaf in plan.leaves if isinstance(leaf, (After, Before))]
+        todo = [
+            leaf.node if isinstance(leaf, After) else leaf.user.args[leaf.position]
+            for leaf in plan.leaves
+            if isinstance(leaf, (After, Before))
+        ]
         seen: set[Node] = set()
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
-            if self._is_outside(node) or any(u.op == "output" for u in node.users) and node not in self._capture.internal_outputs:
+            if (
+                self._is_outside(node)
+                or any(u.op == "output" for u in node.users)
+                and node not in self._capture.internal_outputs
+            ):
                 return node
             todo.extend(_sources(node, carried.rotation.size) or [])
             for write in self._aliases.writes(node):
@@ -119,7 +133,9 @@ class Lift:
         plans = [self._best(node, carried, through) for node in dict.fromkeys(nodes)]
         if any(plan is None for plan in plans):
             return None
-        return Plan(sum(plan.cost for plan in plans), tuple(dict.fromkeys(leaf for plan in plans for leaf in plan.leaves)))
+        return Plan(
+            sum(plan.cost for plan in plans), tuple(dict.fromkeys(leaf for plan in plans for leaf in plan.leaves))
+        )
 
     def _here(self, node: Node, size: int) -> Plan | None:
         """Rotating right after ``node``."""

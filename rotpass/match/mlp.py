@@ -58,7 +58,9 @@ def match_mlp(node: Node) -> Mlp | None:
         return None
     sources, activated, gated = found
     # Without a gate only the shape tells an MLP from `act -> linear` heads (AdaLN, time embedders): it contracts.
-    if not activated or not (gated or all(s.in_features < down.in_features for s in sources) and down.out_features < down.in_features):
+    if not activated or not (
+        gated or all(s.in_features < down.in_features for s in sources) and down.out_features < down.in_features
+    ):
         return None
     return Mlp(down, gated, tuple(sources), rotated)
 
@@ -80,7 +82,11 @@ def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
         if (source := projection(node)) is not None:
             sources[node] = source
             continue
-        if node.target not in ACTIVATIONS | POINTWISE and node.target not in TRANSPARENT and node.target is not operator.getitem:
+        if (
+            node.target not in ACTIVATIONS | POINTWISE
+            and node.target not in TRANSPARENT
+            and node.target is not operator.getitem
+        ):
             return None
         activated |= node.target in ACTIVATIONS
         gated |= node.target in (aten.mul.Tensor, aten.mul_.Tensor) and _is_gate(node)

@@ -24,9 +24,7 @@ aten = torch.ops.aten
 LONGEST_CHAIN = 32
 
 # Rules of operators that leave every value in its place.
-_KEEPS_PLACE = {
-    TRANSPARENT[op] for op in (aten.to.dtype, aten.dropout.default, aten.mul.Tensor)
-}
+_KEEPS_PLACE = {TRANSPARENT[op] for op in (aten.to.dtype, aten.dropout.default, aten.mul.Tensor)}
 _COPIES = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default, aten.neg.default}
 # A view that no longer fits the index tensor's strides is the reshape it stands for.
 _AS_RESHAPE = {aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default}

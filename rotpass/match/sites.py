@@ -81,7 +81,9 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
 
 
 class _Matcher:
-    def __init__(self, capture: Capture, recipe: Recipe, door: Door, aliases: Aliases, blocked: frozenset[Node]) -> None:
+    def __init__(
+        self, capture: Capture, recipe: Recipe, door: Door, aliases: Aliases, blocked: frozenset[Node]
+    ) -> None:
         self._capture, self._recipe, self._door, self._aliases, self._blocked = capture, recipe, door, aliases, blocked
         self._lift = Lift(capture, aliases, self._folds_by_value_or_training, door.own_caches)
         self._quantizers: list[Quantize] = []
@@ -132,13 +134,19 @@ class _Matcher:
     def _register(self, attention: Attention, role: str) -> None:
         """Announces a sink, so that plans know of all sinks before the first one is made."""
         kind = "v" if role == "v" else "r3"
-        rotated = self._wanted(kind, attention.node) and not self._refusal(attention, kind) and self._already(attention, kind) == "none"
+        rotated = (
+            self._wanted(kind, attention.node)
+            and not self._refusal(attention, kind)
+            and self._already(attention, kind) == "none"
+        )
         rotated = rotated and not (kind == "v" and self._recipe.counter == "prefolded")
         quantizer = self._quantizer(role)
         if not rotated and quantizer is None:
             return
         carried = Carried(
-            rotation=self._rotation(attention, kind) if rotated else Rotation(_head_dim(attention, kind) or 1, "default", None),
+            rotation=self._rotation(attention, kind)
+            if rotated
+            else Rotation(_head_dim(attention, kind) or 1, "default", None),
             rotated=rotated,
             quantizer=quantizer,
             fold=rotated and kind == "v" and self._recipe.counter == "fold",
@@ -163,10 +171,16 @@ class _Matcher:
         site = dataclasses.replace(site, size=rotation.size, status="rotated")
         already = self._already(attention, kind)
         if already == "some":
-            return Match(dataclasses.replace(site, status="refused", reason="one of queries and keys is rotated already: rotate both or neither"))
+            return Match(
+                dataclasses.replace(
+                    site, status="refused", reason="one of queries and keys is rotated already: rotate both or neither"
+                )
+            )
         if already == "all":
             how = "folded" if kind == "v" else "online"
-            return Match(dataclasses.replace(site, status="already", inserted=how, undone=how if kind == "v" else "none"))
+            return Match(
+                dataclasses.replace(site, status="already", inserted=how, undone=how if kind == "v" else "none")
+            )
         return self._r3(attention, rotation, site) if kind == "r3" else self._v(attention, rotation, site)
 
     def _must_not_cross(self, attention: Attention, kind: str, reason: str) -> None:
@@ -181,7 +195,11 @@ class _Matcher:
         """Mixed contents of a cache are silent garbage: with ``cache="rotated"`` they are an error."""
         if self._recipe.cache == "rotated" and role != "q" and (cache := self._lift.crosses(plan, carried)) is not None:
             where = self._capture.where(attention.node) or "the model"
-            raise ValueError(f'cache="rotated": the {"keys" if role == "k" else "values"} of {where} cross the graph\'s boundary at {cache.name!r} and cannot be rotated: {reason}')
+            what = "keys" if role == "k" else "values"
+            raise ValueError(
+                f'cache="rotated": the {what} of {where} cross the graph\'s boundary at {cache.name!r} '
+                f"and cannot be rotated: {reason}"
+            )
 
     def _plan(self, attention: Attention, role: str) -> tuple[Plan, list[Edit]]:
         """The plan for an argument and the edits that carry it out (none if an earlier plan covers it)."""
@@ -227,7 +245,11 @@ class _Matcher:
         else:
             edits.append(Rotate(After(attention.node), rotation, transpose=True))
         reason = self._cache_remark(attention, "v", plan)
-        return Match(dataclasses.replace(site, inserted=_how(plan), undone="folded" if undone else "online", reason=reason), edits, plan)
+        return Match(
+            dataclasses.replace(site, inserted=_how(plan), undone="folded" if undone else "online", reason=reason),
+            edits,
+            plan,
+        )
 
     def _undone_points(self, attention: Attention) -> list[FoldPoint] | None:
         """The projections that the output goes to, if it goes nowhere else and arrives there in whole heads."""
@@ -285,7 +307,9 @@ class _Matcher:
         where = self._capture.where(down.node)
         folded = down.source in self._capture.folded or ("r4", where) in self._capture.already
         position = down.node.args.index(down.x)
-        match = self._r4_site(mlp, where, folded, Before(down.node, position)) if self._wanted("r4", down.node) else None
+        match = (
+            self._r4_site(mlp, where, folded, Before(down.node, position)) if self._wanted("r4", down.node) else None
+        )
         if recipe.fake_quant is not None and (kind := _kind(recipe.fake_quant.down, symmetric=True)):
             self._quantizers.append(Quantize(Before(down.node, position), kind, 0))
         return match
@@ -303,11 +327,20 @@ class _Matcher:
             )
         block = recipe.block_size or largest_block(width, table=recipe.table)
         if block is None or block < 2:
-            return Match(dataclasses.replace(site, reason=f"width {width} has no Hadamard matrix, nor a block of at least 16, in the {recipe.table!r} table"))
+            return Match(
+                dataclasses.replace(
+                    site,
+                    reason=f"width {width} has no Hadamard matrix, nor a block of at least 16, in the {recipe.table!r} table",
+                )
+            )
         if width % block:
             return Match(dataclasses.replace(site, reason=f"block_size {block} does not divide its width {width}"))
         if value(down.x).dtype not in FLOATS:
-            return Match(dataclasses.replace(site, size=block, reason=f"its input is {value(down.x).dtype}: rotate before it is quantized"))
+            return Match(
+                dataclasses.replace(
+                    site, size=block, reason=f"its input is {value(down.x).dtype}: rotate before it is quantized"
+                )
+            )
         rotation = Rotation(block, recipe.table, recipe.seed)
         site = dataclasses.replace(site, size=block, status="rotated", inserted="online")
         edits: list[Edit] = [Rotate(at, rotation)]
@@ -316,7 +349,14 @@ class _Matcher:
         point = FoldPoint(down, "in", None, down.x)
         reason = self._no_fold(point)
         if reason and not _torch.is_plain(self._capture.values.get(down.source, value(down.source))):
-            return Match(dataclasses.replace(site, status="refused", inserted="none", reason=f"{reason}: fold before quantizing, with rotpass.fold_"))
+            return Match(
+                dataclasses.replace(
+                    site,
+                    status="refused",
+                    inserted="none",
+                    reason=f"{reason}: fold before quantizing, with rotpass.fold_",
+                )
+            )
         online = bool(reason) or recipe.counter == "online"
         edits.append(Fold(point, rotation, online or self._in_graph(point)))
         remark = f"its weight is rotated at every call: {reason}" if reason else ""

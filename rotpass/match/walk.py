@@ -49,7 +49,11 @@ def argument(node: Node, name: str, default=None):
     """An argument of an ATen call by its schema's name, however it was passed."""
     for i, schema in enumerate(node.target._schema.arguments):
         if schema.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, schema.default_value if schema.has_default_value() else default)
+            return (
+                node.args[i]
+                if i < len(node.args)
+                else node.kwargs.get(name, schema.default_value if schema.has_default_value() else default)
+            )
     return default
 
 
@@ -173,7 +177,13 @@ def _scaled(node: Node, size: int) -> list[Node] | None:
     """One factor for all values of a run: a number, or a tensor that broadcasts along the last axis."""
     a, b = node.args[0], argument(node, "other")
     for x, factor in ((a, b), (b, a)) if node.target in (aten.mul.Tensor, aten.mul_.Tensor) else ((a, b),):
-        if isinstance(x, Node) and _whole(x, size) and size > 1 and last_dim(node) == last_dim(x) and _is_one_factor(factor):
+        if (
+            isinstance(x, Node)
+            and _whole(x, size)
+            and size > 1
+            and last_dim(node) == last_dim(x)
+            and _is_one_factor(factor)
+        ):
             return [x]
     return None
 

@@ -52,7 +52,9 @@ class Fold:
             if self.starts is None:
                 moved = self._rotate(moved)
             else:
-                rows = torch.tensor(self.starts, device=weight.device)[:, None] + torch.arange(self.size, device=weight.device)
+                rows = torch.tensor(self.starts, device=weight.device)[:, None] + torch.arange(
+                    self.size, device=weight.device
+                )
                 rows = rows.flatten()
                 moved = moved.index_copy(-1, rows, self._rotate(moved[..., rows]))
             folded = torch.empty_like(weight, requires_grad=False)

@@ -48,7 +48,7 @@ class Rotated:
     holds_any: bool
 
 
-def rotate(capture: Capture, recipe: Recipe, door: Door = Door(), *, strict: bool = False) -> Rotated:
+def rotate(capture: Capture, recipe: Recipe, door: Door, *, strict: bool = False) -> Rotated:
     """Rotates ``capture.gm`` in place. Nothing is edited before every site is decided and checked.
 
     Raises:
@@ -131,7 +131,9 @@ class _Editor:
     def _give(self, found: Projection, source: Node, weight: Node) -> None:
         """Has a projection read ``weight``, which is laid out like ``source``, where it read that."""
         self._now[found.node, source] = weight
-        position = found.node.args.index(self._passed.get((found.node, source), found.weight if source is found.source else source))
+        position = found.node.args.index(
+            self._passed.get((found.node, source), found.weight if source is found.source else source)
+        )
         if found.flipped and source is found.source:
             weight = self._inserter.calls_before(found.node)(aten.transpose.int, weight, 0, 1)
         self._passed[found.node, source] = weight
