@@ -221,3 +221,27 @@ def leaf_paths(spec: Any) -> list[str]:
         else [""] * len(children)
     )
     return [f"{spec.type.__name__}.{key}.{path}" for key, child in zip(keys, children) for path in leaf_paths(child)]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor subclass that is made of other tensors (quantized weights, DTensor)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(value)
+
+
+def record_call(op: str, target: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    """While make_fx traces: puts a call into its graph as it stands, without running it; ``result`` is what it gives."""
+    # ProxyTorchDispatchMode, get_proxy_slot, track_tensor_tree: 2.11-2.14.
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
+
+    tracer = get_proxy_mode().tracer
+
+    def proxy(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return get_proxy_slot(value, tracer).proxy
+        return get_proxy_slot(value.node, tracer).force() if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+
+    args, kwargs = torch.utils._pytree.tree_map(proxy, (args, kwargs))
+    recorded = tracer.create_proxy(op, target, args, kwargs)
+    return track_tensor_tree(result, recorded, constant=None, tracer=tracer)
