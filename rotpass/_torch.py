@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @contextlib.contextmanager
@@ -46,8 +47,6 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 def is_fake(value: Any) -> bool:
     """Whether a value is a FakeTensor (2.11-2.14)."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(value, FakeTensor)
 
 
@@ -188,8 +187,6 @@ def _never(match: Any, *args: Any, **kwargs: Any) -> None:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense and of no subclass that gives its operators another meaning (quantized, distributed)."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
 
 

@@ -16,7 +16,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
 
+from rotpass import _torch
 from rotpass.match.alias import Aliases
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -88,7 +90,7 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     before = gm.graph.find_nodes(op="placeholder")
     inputs, mode = _fake_inputs(before, example_inputs)
     with mode, preserve_node_meta():
-        traced = make_fx(Interpreter(gm).run, pre_dispatch=True)(*inputs)
+        traced = make_fx(_Retracer(gm).run, pre_dispatch=True)(*inputs)
     traced.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         traced._param_name_to_source = gm._param_name_to_source
@@ -110,6 +112,21 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     root = roots.pop() if len(roots) == 1 else ""
     names = {node: _below(root, _spell(sources[node])) for node in values if node in sources}
     return Capture(traced, values, names, root=root)
+
+
+class _Retracer(Interpreter):
+    """Runs Dynamo's graph for ``make_fx``; a call on a tensor subclass (a quantized weight) stays as Dynamo wrote it.
+
+    Traced into, the call would become what the subclass does, with its inner tensors as constants; AOTAutograd, which
+    comes later, can take the subclass apart.
+    """
+
+    def run_node(self, node: Node) -> object:
+        """As the base class does, but for calls on subclasses."""
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if not node.op.startswith("call") or not any(map(_torch.is_wrapper, pytree.tree_leaves((args, kwargs)))):
+            return super().run_node(node)
+        return _torch.record_call(node.op, node.target, args, kwargs, node.meta["example_value"])
 
 
 def _fake_inputs(placeholders: list[Node], example_inputs: list) -> tuple[list, FakeTensorMode]:

@@ -79,6 +79,12 @@ def _linear(node: Node):
     return argument(node, "input"), argument(node, "weight"), argument(node, "bias"), 1
 
 
+def _torch_linear(node: Node):
+    """A call that was kept as Dynamo wrote it, since its weight is a tensor subclass."""
+    named = dict(zip(("input", "weight", "bias"), node.args)) | node.kwargs
+    return named["input"], named["weight"], named.get("bias"), 1
+
+
 def _matmul(node: Node):
     return node.args[0], node.args[1], None, 0
 
@@ -91,6 +97,7 @@ def _addmm(node: Node):
 
 SPELLINGS: dict[Callable, Callable] = {
     aten.linear.default: _linear,
+    torch._C._nn.linear: _torch_linear,
     aten.matmul.default: _matmul,
     aten.mm.default: _matmul,
     aten.addmm.default: _addmm,
