@@ -6,7 +6,7 @@ Checked by running on 2.13 and by reading on 2.11, 2.12 and 2.14 unless a commen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a FakeTensor (2.11-2.14)."""
-    return isinstance(value, FakeTensor)
+    """Whether a value is a FakeTensor (2.11-2.14); by its type, which is quicker than isinstance and as good."""
+    return type(value) is FakeTensor
 
 
 def lookup_backend(name: str) -> Callable[..., Any] | None:
@@ -152,37 +152,6 @@ def custom_pass_classes() -> tuple[type, type]:
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
 
     return CustomGraphPass, CustomInferenceAwareGraphPass
-
-
-def find_calls(gm: torch.fx.GraphModule, targets: Iterable[Callable[..., Any]]) -> list[torch.fx.Node]:
-    """The calls of ``targets`` in graph order, found by anchors on Inductor's pattern matcher.
-
-    Where the matcher (torch._inductor.pattern_matcher, 2.11-2.14) has gone, the graph is read directly.
-    """
-    targets = list(targets)
-    found: list[torch.fx.Node] = []
-    try:
-        from torch._inductor import pattern_matcher
-    except ImportError:
-        found = [node for target in targets for node in gm.graph.find_nodes(op="call_function", target=target)]
-    else:
-
-        def collect(match: Any) -> bool:
-            found.append(match.output_node())
-            return False  # reads, never edits
-
-        anchors = pattern_matcher.PatternMatcherPass(pass_name="rotpass_anchors")
-        for target in targets:
-            pattern = pattern_matcher.CallFunctionVarArgs(target, users=pattern_matcher.MULTIPLE)
-            pattern_matcher.register_graph_pattern(pattern, extra_check=collect, pass_dict=anchors)(_never)
-        anchors.apply(gm)
-        for node in gm.graph.nodes:
-            node.meta.pop("mutation_region_id", None)  # the matcher leaves it behind
-    return sorted(found)
-
-
-def _never(match: Any, *args: Any, **kwargs: Any) -> None:
-    raise AssertionError("the check of an anchor always fails")
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from rotpass import _torch
 from rotpass.capture import Capture
@@ -66,7 +66,9 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
         ValueError: ``cache="rotated"``, and a cache that crosses the graph's boundary cannot be rotated.
         RuntimeError: the weights of a module are folded, and the other half of the rotation is not in the graph.
     """
-    calls = _torch.find_calls(capture.gm, [*ATTENTIONS, *SPELLINGS])
+    # Anchors are single calls, found directly: Inductor's PatternMatcherPass passes over meta tensors and every dtype
+    # that it cannot generate code for, and a site that is not seen is not reported.
+    calls = sorted(node for target in (*ATTENTIONS, *SPELLINGS) for node in _calls(capture.gm.graph, target))
     attentions = [found for node in calls if (found := match_attention(node))]
     mlps = [found for node in calls if (found := match_mlp(node))]
     aliases = Aliases(capture.gm.graph)
@@ -78,6 +80,10 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
             return matches
         # Folding these would change them under their other users: decide again without.
         blocked |= shared
+
+
+def _calls(graph: Graph, target: Callable) -> list[Node]:
+    return graph.find_nodes(op="call_function", target=target)
 
 
 class _Matcher:
