@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """The weights of the last call, in a form that is quick to compare."""
+    """The weights of one module as they were at a call, in a form that is quick to compare."""
 
     tick: int
     pointers: list[int]
@@ -29,7 +29,7 @@ class Substituted:
     """Calls ``compiled`` with the folded copies of the weights it is given.
 
     One graph serves all modules that Dynamo finds it good for, so the weights of each call decide. While they are
-    those of the call before and unchanged, a call costs one comparison of addresses and one of versions.
+    unchanged since this module's call before, a call costs a comparison of addresses and one of versions.
 
     Args:
         compiled: takes the graph's inputs, and the copies of new placeholders after them.
@@ -58,7 +58,7 @@ class Substituted:
         self.folds = [fold.folds for fold in folds]
         self.columns = [copies.column(fold.folds) for fold in folds]
         self.added = 1 + max([inputs - 1, *self.targets]) - inputs
-        self._seen: _Seen | None = None
+        self._seen: dict[int, _Seen] = {}  # by id of the first weight, of the present tick
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph."""
@@ -75,7 +75,7 @@ class Substituted:
     def _folded(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         if torch.is_grad_enabled():
             self._check_gradients(args)
-        seen = self._seen
+        seen = self._seen.get(id(args[self.sources[0]]))
         if seen is not None and seen.tick == copies.tick() and self._same(seen, args):
             tensors = [copy.tensor for copy in seen.copies]
             if all(tensor is not None for tensor in tensors):
@@ -100,8 +100,10 @@ class Substituted:
         tensors = [copy.tensor for copy in found]
         self.record.served.add(id(args[self.marker]))
         if tick == copies.tick():
-            versions = [copies.version(source) for source in sources]
-            self._seen = _Seen(tick, [source.data_ptr() for source in sources], versions, found)
+            if any(seen.tick != tick for seen in list(self._seen.values())):  # list(): other threads add to it
+                self._seen = {}
+            pointers, versions = [copy.pointer for copy in found], [copy.version for copy in found]
+            self._seen[id(sources[0])] = _Seen(tick, pointers, versions, found)
         return tensors
 
     def _check_gradients(self, args: tuple[Any, ...]) -> None:
