@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCABULARY, LONGEST = 32, 16
+VOCABULARY, LONGEST = 32, 24
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,11 +107,13 @@ class Lift:
     # what reads a value through another one cannot be answered for.
 
     def _best(self, node: Node, carried: Carried, through: frozenset[Node]) -> Plan | None:
-        if not self._exclusive(node, carried, through):
+        writes = frozenset(self._aliases.writes(node))
+        # A write reads its buffer too, through a view even where the attention reads the buffer itself.
+        if not self._exclusive(node, carried, through | writes):
             return None
         size = carried.rotation.size
         here = self._here(node, size)
-        if self._aliases.writes(node):
+        if writes:
             return _cheaper(self._cache(node, carried, through), here)
         if node.target in ZEROS:
             return Plan(0, ())

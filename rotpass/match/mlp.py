@@ -97,8 +97,8 @@ def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
 def _is_gate(node: Node) -> bool:
     """Two values multiplied, with neither made of the other: x * sigmoid(1.702 x) is an activation, no gate."""
     a, b = node.args[:2]
-    if not isinstance(a, Node) or not isinstance(b, Node) or value(a).dim() == 0 or value(b).dim() == 0:
-        return False
+    if not all(isinstance(n, Node) and isinstance(value(n), torch.Tensor) and value(n).dim() > 0 for n in (a, b)):
+        return False  # a number, symbolic ones included
     return not _cone(a) & _cone(b)
 
 
