@@ -121,13 +121,12 @@ class Lift:
             return Plan(0, (Crossing(node),))
         if node in self._capture.internal:
             return Plan(0, (Content(node),))
-        if carried.fold and (point := self._fold_point(node, size)) is not None:
-            return Plan(0, (point,))
         above = _sources(node, size)
-        if above is None:
-            return here
-        several = len(set(above)) > 1
-        lifted = self._all(above, carried, through | {node} if several else through)
+        several = above is not None and len(set(above)) > 1
+        lifted = above and self._all(above, carried, through | {node} if several else through)
+        # A fold is looked for only where no earlier one was found: each look runs the graph on indices.
+        if carried.fold and (lifted is None or lifted.cost) and (point := self._fold_point(node, size)) is not None:
+            return Plan(0, (point,))
         # Two kernels for what one can do are worth it only if they move less.
         return _cheaper(here, lifted) if several else _cheaper(lifted, here)
 
