@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -64,9 +65,14 @@ class Plan:
             raise ValueError(f"the buffer {BUFFER} holds no plan of rotpass: {error}") from error
 
 
-def same_tensor(a: Any, b: Tensor) -> bool:
-    """Whether two names of a state dict are one weight."""
-    return isinstance(a, Tensor) and _torch.storage_key(a) == _torch.storage_key(b) and _torch.same_view(a, b)
+def names_by_storage(*homes: dict[str, Any]) -> dict[int, list[tuple[dict[str, Any], str]]]:
+    """The names under which dictionaries of tensors hold each storage."""
+    names = defaultdict(list)
+    for home in homes:
+        for name, tensor in home.items():
+            if isinstance(tensor, Tensor):
+                names[_torch.storage_key(tensor)].append((home, name))
+    return names
 
 
 def read(capture: Capture) -> None:

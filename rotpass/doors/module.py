@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -181,6 +182,10 @@ def _own_caches(ep: ExportedProgram, capture: Capture) -> frozenset[Node]:
 
 def _decide(capture: Capture, matches: list[Match]) -> list[Match]:
     """The matches, with those refused that a module cannot hold."""
+    calls: dict[str, list[Node]] = defaultdict(list)
+    for node in capture.gm.graph.nodes:
+        if node.op == "call_function":
+            calls[capture.where(node)].append(node)
     unfolded = {match.plan for match in matches if match.site.kind == "v" and not _all_folded(match)}
     decided = []
     for match in matches:
@@ -189,7 +194,7 @@ def _decide(capture: Capture, matches: list[Match]) -> list[Match]:
             if match.site.kind == "v" and match.plan in unfolded:
                 reason = "one of its halves folds into no weight; the compile and program doors put it online"
             elif match.site.kind == "r4":
-                reason = _no_hook(capture, match)
+                reason = _no_hook(capture, match, calls[match.site.where])
         refused = dataclasses.replace(match.site, status="refused", inserted="none", undone="none", reason=reason)
         decided.append(Match(refused) if reason else match)
     return decided
@@ -201,23 +206,15 @@ def _all_folded(match: Match) -> bool:
     )
 
 
-def _no_hook(capture: Capture, match: Match) -> str:
-    """Why the online half of R4 cannot be a pre-hook of the module that holds the weight, or ""."""
+def _no_hook(capture: Capture, match: Match, inside: list[Node]) -> str:
+    """Why the online half of R4 cannot be a pre-hook of the module that holds the weight, or ""; ``inside`` are its calls."""
     folds = [edit for edit in match.edits if isinstance(edit, FoldEdit)]
     if any(fold.in_graph for fold in folds):
         return match.site.reason or "its weight does not fold"
     down = folds[0].at.projection
     if capture.names[down.source].rpartition(".")[0] != match.site.where:
         return "its weight belongs to another module than the one that multiplies by it"
-    inside = [
-        node
-        for node in capture.gm.graph.nodes
-        if node.op == "call_function" and capture.where(node) == match.site.where
-    ]
-    if any(
-        n is not down.node and projection(n) is None and n.target not in TRANSPARENT and n.target not in BYSTANDERS
-        for n in inside
-    ):
+    if not all(projection(n) is not None or n.target in TRANSPARENT or n.target in BYSTANDERS for n in inside):
         return "its module does more than multiply by the weight, so the input of the weight is not that of the module"
     return ""
 

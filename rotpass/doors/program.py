@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from rotpass import plan
+from rotpass import _torch, plan
 from rotpass.capture import from_program
 from rotpass.match.sites import Door
 from rotpass.recipe import Recipe, as_recipe
@@ -55,6 +55,7 @@ class RotationPass:
 def _assemble(ep: ExportedProgram, rotated: Rotated) -> ExportedProgram:
     names = [spec.target for spec in ep.graph_signature.input_specs]
     state_dict, constants = dict(ep.state_dict), dict(ep.constants)
+    homes = plan.names_by_storage(state_dict, constants)
     for folded in [*rotated.folds, *rotated.contents]:
         old = _tensor(ep, names[folded.source])
         new = old
@@ -63,8 +64,9 @@ def _assemble(ep: ExportedProgram, rotated: Rotated) -> ExportedProgram:
         if isinstance(old, torch.nn.Parameter):
             new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
         # Aliases of one weight stay one weight: every name that had the old tensor gets the new one.
-        for home in (state_dict, constants):
-            home.update({name: new for name, tensor in home.items() if plan.same_tensor(tensor, old)})
+        for home, name in homes[_torch.storage_key(old)]:
+            if _torch.same_view(home[name], old):
+                home[name] = new
     signature = copy.deepcopy(ep.graph_signature)
     plan.write(
         rotated.gm.graph.find_nodes(op="placeholder"),
