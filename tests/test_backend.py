@@ -563,19 +563,19 @@ class AwarePass(torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass,
 
 
 def test_custom_passes_of_the_user_still_run(x: torch.Tensor) -> None:
-    from rotpass.doors.cache_key import cache_key
+    from rotpass.doors.inductor_pass import inductor_pass
 
     recipe = Recipe()
     keys = [
-        cache_key(recipe, ()),
-        cache_key(recipe, (Pass("a"),)),
-        cache_key(recipe, (Pass("b"),)),
-        cache_key(recipe, (AwarePass("a"), Pass("b"))),
-        cache_key(Recipe(seed=1), ()),
+        inductor_pass(recipe, ()),
+        inductor_pass(recipe, (Pass("a"),)),
+        inductor_pass(recipe, (Pass("b"),)),
+        inductor_pass(recipe, (AwarePass("a"), Pass("b"))),
+        inductor_pass(Recipe(seed=1), ()),
     ]
     assert len({key.uuid() for key in keys}) == len(keys)
-    assert cache_key(Recipe(), (Pass("a"),)).uuid() == keys[1].uuid()
-    assert cache_key(recipe, (lambda graph: None,)).uuid() is None, "no uuid, no cache"
+    assert inductor_pass(Recipe(), (Pass("a"),)).uuid() == keys[1].uuid()
+    assert inductor_pass(recipe, (lambda graph: None,)).uuid() is None, "no uuid, no cache"
     mine, globally, aware = Pass("option"), Pass("global"), AwarePass("aware")
     model = Mlp()
     with torch._inductor.config.patch(post_grad_custom_post_pass=globally, post_grad_custom_pre_pass=aware):
@@ -596,14 +596,14 @@ CACHE_SCRIPT = textwrap.dedent(
     import rotpass
     from torch._dynamo.utils import counters
     from test_backend import Mlp, agree
-    from rotpass.doors import cache_key
+    from rotpass.doors import inductor_pass
 
     torch._inductor.config.cpp_cache_precompile_headers = False
     torch.manual_seed(0)
     model, x = Mlp(), torch.randn(3, 32)
 
     def cached(version, **fields):
-        cache_key._sources = lambda: version
+        inductor_pass._sources = lambda: version
         torch._dynamo.reset()
         counters.clear()
         agree(torch.compile(model, backend=rotpass.backend(**fields)), model, x)
@@ -632,14 +632,14 @@ def test_caches_across_processes(tmp_path) -> None:
 
 
 def test_the_cache_key_covers_the_sources(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotpass.doors import cache_key
+    from rotpass.doors import inductor_pass
 
     keys = set()
     for lowering in ("x = 1", "x = 2", "x = 1"):
         (tmp_path / "lower").mkdir(exist_ok=True)
         (tmp_path / "lower" / "inductor.py").write_text(lowering)
         monkeypatch.setattr(rotpass, "__file__", str(tmp_path / "__init__.py"))
-        keys.add(cache_key._sources.__wrapped__())
+        keys.add(inductor_pass._sources.__wrapped__())
     assert len(keys) == 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 import threading
 import types
@@ -107,7 +105,8 @@ class Backend:
             # with graphs that are rotated.
             if self.strict or self.recipe.cache == "rotated":
                 raise
-            note = f"a graph was left as it is, since it cannot be traced to ATen: {type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            note = f"a graph was left as it is, since it cannot be traced to ATen: {why}"
             warnings.warn(f"rotpass: {note}", stacklevel=2)
             log.debug("capture failed", exc_info=True)
             self._records.add(Record(_torch.current_frame(), {}, [], [note]))
@@ -158,13 +157,11 @@ class Backend:
                 node.meta.pop("grapharg", None)  # refers to the weight, which swap_tensors would refuse then
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-        from rotpass.doors.cache_key import SLOT, cache_key  # imports Inductor
+        from rotpass.doors.inductor_pass import SLOT, inductor_pass  # imports Inductor
 
         theirs = patches[SLOT] if SLOT in patches else _torch.inductor_setting(SLOT)
-        patches = {**patches, SLOT: cache_key(self.recipe, _torch.custom_passes(theirs))}
+        patches = {**patches, SLOT: inductor_pass(self.recipe, _torch.custom_passes(theirs))}
         if self.inner == "inductor":
-            with contextlib.suppress(ModuleNotFoundError):
-                importlib.import_module("rotpass.lower.inductor")  # registers the lowerings
             return _torch.compile_inductor(gm, inputs, patches)
         inner = _torch.lookup_backend(self.inner) if isinstance(self.inner, str) else self.inner
         with _torch.inductor_patch(patches):  # for an inner that ends in Inductor

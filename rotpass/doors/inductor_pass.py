@@ -1,4 +1,4 @@
-"""What makes Inductor's caches tell apart graphs that only rotpass's own code tells apart.
+"""The custom pass of rotpass's Inductor compilations: lowers the operators, and completes the key of Inductor's caches.
 
 Inductor keys its compiled graphs by the graph, its config and the ``uuid()`` of custom passes. The body of a lowering
 is in none of these, so without a pass of ours a new version of rotpass would be served the old one's kernels.
@@ -16,6 +16,7 @@ from torch.fx import Graph
 
 import rotpass
 from rotpass import _torch
+from rotpass.lower.inductor import lower
 from rotpass.recipe import Recipe
 
 SLOT = "post_grad_custom_post_pass"
@@ -23,8 +24,8 @@ SLOT = "post_grad_custom_post_pass"
 _CustomGraphPass, _CustomInferenceAwareGraphPass = _torch.custom_pass_classes()
 
 
-class CacheKey(_CustomGraphPass):
-    """Changes nothing; its ``uuid`` is rotpass's part of the cache key. Runs the user's passes of the slot it takes.
+class InductorPass(_CustomGraphPass):
+    """Runs the user's passes of the slot that it takes, then lowers rotpass's operators.
 
     Args:
         recipe: of this compilation.
@@ -38,9 +39,10 @@ class CacheKey(_CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for user_pass in self.passes:
             user_pass(graph)
+        lower(graph)
 
     def uuid(self) -> Any | None:
-        """The key; None, which turns the caches off, if a pass of the user has none."""
+        """Rotpass's part of the cache key; None, which turns the caches off, if a pass of the user has none."""
         theirs = []
         for user_pass in self.passes:
             uuid = user_pass.uuid() if isinstance(user_pass, _CustomGraphPass) else None
@@ -50,8 +52,8 @@ class CacheKey(_CustomGraphPass):
         return ("rotpass", _sources(), repr(self.recipe), tuple(theirs))
 
 
-class InferenceAwareCacheKey(CacheKey, _CustomInferenceAwareGraphPass):
-    """:class:`CacheKey` over passes of which some want to know whether the graph is for inference."""
+class InferenceAwareInductorPass(InductorPass, _CustomInferenceAwareGraphPass):
+    """:class:`InductorPass` over passes of which some want to know whether the graph is for inference."""
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         for user_pass in self.passes:
@@ -59,12 +61,13 @@ class InferenceAwareCacheKey(CacheKey, _CustomInferenceAwareGraphPass):
                 user_pass(graph, is_inference)
             else:
                 user_pass(graph)
+        lower(graph)
 
 
-def cache_key(recipe: Recipe, passes: tuple[Any, ...]) -> CacheKey:
+def inductor_pass(recipe: Recipe, passes: tuple[Any, ...]) -> InductorPass:
     """The pass to install, over the user's."""
     aware = any(isinstance(user_pass, _CustomInferenceAwareGraphPass) for user_pass in passes)
-    return (InferenceAwareCacheKey if aware else CacheKey)(recipe, passes)
+    return (InferenceAwareInductorPass if aware else InductorPass)(recipe, passes)
 
 
 @functools.cache
