@@ -5,13 +5,14 @@ multiplied out (4 x 4 runs no faster than 16 x 16) and a large power of two is s
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from rotpass.hadamard.clean import clean
 from rotpass.hadamard.signs import signs
-from rotpass.hadamard.tables import factor_matrices, factors, is_sylvester
+from rotpass.hadamard.tables import base_matrix, factors, is_sylvester
 
 # Nanoseconds an element on one core with AVX-512, measured with MKL in torch 2.13. Every stage reads and writes L2.
 _STAGE = 0.35
@@ -28,37 +29,38 @@ def _left_cost(k: int, inner: int) -> float:
     return _STAGE + max(0.25, k / 60) + 6 / inner if k * k * inner >= 400 else 8.0
 
 
+def _atoms(n: int, table: str) -> list[tuple[int, str]]:
+    """The factors with their tables, a Sylvester matrix as so many of order 2."""
+    atoms: list[tuple[int, str]] = []
+    for place, k in enumerate(factors(n, table=table)):
+        sylvester = is_sylvester(k, place, table)
+        atoms += [(2, "default")] * (k.bit_length() - 1) if sylvester else [(k, table)]
+    return atoms
+
+
 @functools.cache
 def stages(n: int, *, table: str = "default") -> tuple[int, ...]:
-    """Orders of the dense stages whose product is ``n``, outermost first: the cheapest grouping of the prime powers of
-    two and the base orders of :func:`rotpass.hadamard.factors` by the measured cost of a stage."""
-    atoms: list[int] = []
-    for place, k in enumerate(factors(n, table=table)):
-        atoms += [2] * (k.bit_length() - 1) if is_sylvester(k, place, table) else [k]
+    """Orders of the dense stages whose product is ``n``, outermost first: the cheapest grouping of the base orders of
+    :func:`rotpass.hadamard.factors` and of twos, by the measured cost of a stage."""
+    atoms = [k for k, _ in _atoms(n, table)]
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # of the last i atoms
     for i in range(1, len(atoms) + 1):
         options = []
         for j in range(i):  # the outermost stage of these i atoms covers i - j of them
             cost, later = best[j]
-            k = functools.reduce(int.__mul__, atoms[len(atoms) - i : len(atoms) - j])
-            inner = functools.reduce(int.__mul__, later, 1)
+            k, inner = math.prod(atoms[len(atoms) - i : len(atoms) - j]), math.prod(later)
             options.append((cost + (_left_cost(k, inner) if later else _last_cost(k)), (k, *later)))
         best.append(min(options))
     return best[-1][1] or (1,)
 
 
-def _multiply_out(orders: tuple[int, ...], matrices: list[Tensor]) -> list[Tensor]:
-    """The orthonormal matrices of the stages, float64, from those of the factors."""
-    result = []
-    for order in orders:
+def _multiply_out(n: int, table: str) -> list[Tensor]:
+    """The orthonormal matrices of the stages, float64. Never the whole of a large Sylvester matrix."""
+    atoms, result = iter(_atoms(n, table)), []
+    for order in stages(n, table=table):
         stage = torch.ones(1, 1, dtype=torch.float64, device="cpu")
         while len(stage) < order:
-            factor = matrices.pop(0)
-            wanted = order // len(stage)
-            if len(factor) > wanted:  # a Sylvester matrix, split: its leading part is Sylvester's too
-                matrices.insert(0, factor[: len(factor) // wanted, : len(factor) // wanted])
-                factor = factor[:wanted, :wanted]
-            stage = torch.kron(stage, factor.double())
+            stage = torch.kron(stage, base_matrix(*next(atoms)).double())
         result.append(stage / order**0.5)
     return result
 
@@ -70,7 +72,7 @@ def stage_matrices(
     """For each of :func:`stages` its orthonormal matrix, or the transpose; shared, so not to be written to."""
 
     def make() -> tuple[Tensor, ...]:
-        made = _multiply_out(stages(n, table=table), list(factor_matrices(n, table=table)))
+        made = _multiply_out(n, table)
         return tuple((m.mT if transpose else m).contiguous().to(device=device, dtype=dtype) for m in made)
 
     return clean(make)

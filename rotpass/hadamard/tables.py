@@ -179,16 +179,17 @@ def _compressed_tensors_base(k: int) -> Tensor:
 
 
 @functools.cache
-def _base_matrix(k: int, table: str) -> Tensor:
+def base_matrix(k: int, table: str) -> Tensor:
+    """The matrix of one order in a table, int8, on the CPU; shared, so not to be written to."""
     bases = {"default": _default_base, "quarot": _quarot_base, "compressed-tensors": _compressed_tensors_base}
     return clean(bases[table], k)
 
 
 def factor_matrices(n: int, *, table: str = "default") -> tuple[Tensor, ...]:
-    """The matrices of :func:`factors`, as int8 tensors on the CPU; shared, so not to be written to.
-
-    A factor after the first of the compressed-tensors table is Sylvester's, whatever the table has at that order.
-    """
-    orders = factors(n, table=table)
-    later = "default" if table == "compressed-tensors" else table
-    return tuple(_base_matrix(k, later if i else table) for i, k in enumerate(orders))
+    """The matrices of :func:`factors`, as int8 tensors on the CPU; shared, so not to be written to."""
+    matrices = []
+    for place, k in enumerate(factors(n, table=table)):
+        # Sylvester's are not kept: one of order 32768 takes a gigabyte.
+        sylvester = is_sylvester(k, place, table)
+        matrices.append(clean(build.sylvester, k) if sylvester else base_matrix(k, table))
+    return tuple(matrices)
