@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from rotpass import _torch
 from rotpass.match.alias import Aliases
@@ -115,18 +116,29 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
 
 
 class _Retracer(Interpreter):
-    """Runs Dynamo's graph for ``make_fx``; a call on a tensor subclass (a quantized weight) stays as Dynamo wrote it.
+    """Runs Dynamo's graph for ``make_fx``, all but two kinds of call.
 
-    Traced into, the call would become what the subclass does, with its inner tensors as constants; AOTAutograd, which
-    comes later, can take the subclass apart.
+    A call on a tensor subclass (a quantized weight) stays as Dynamo wrote it: traced into, it would become what the
+    subclass does, with its inner tensors as constants. AOTAutograd, which comes later, can take the subclass apart.
+
+    The body of an activation checkpoint is traced in place, marked for recomputation as AOTAutograd would mark it.
     """
 
     def run_node(self, node: Node) -> object:
-        """As the base class does, but for calls on subclasses."""
+        """As the base class does, but for these."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            return self._run_checkpoint(*args)
         if not node.op.startswith("call") or not any(map(_torch.is_wrapper, pytree.tree_leaves((args, kwargs)))):
             return super().run_node(node)
         return _torch.record_call(node.op, node.target, args, kwargs, node.meta["example_value"])
+
+    def _run_checkpoint(self, body: GraphModule, *args: object) -> object:
+        if "_checkpoint_context_fn" in body.meta:
+            raise NotImplementedError("selective activation checkpointing (context_fn)")
+        for node in body.graph.nodes:
+            node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=id(body))
+        return _Retracer(body).run(*args)
 
 
 def _fake_inputs(placeholders: list[Node], example_inputs: list) -> tuple[list, FakeTensorMode]:
