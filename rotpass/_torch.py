@@ -6,6 +6,7 @@ Checked by running on 2.13 and by reading on 2.11, 2.12 and 2.14 unless a commen
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -147,11 +148,14 @@ def custom_passes(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
+@functools.cache
 def custom_pass_classes() -> tuple[type, type]:
-    """Inductor's ``CustomGraphPass`` and ``CustomInferenceAwareGraphPass`` (2.11-2.14)."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+    """Inductor's ``CustomGraphPass`` (2.6-2.14) and ``CustomInferenceAwareGraphPass`` (not on 2.11: a class of nobody)."""
+    from torch._inductor import custom_graph_pass
 
-    return CustomGraphPass, CustomInferenceAwareGraphPass
+    plain = custom_graph_pass.CustomGraphPass
+    nobody = type("CustomInferenceAwareGraphPass", (plain,), {})
+    return plain, getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", nobody)
 
 
 def is_plain(tensor: Tensor) -> bool:

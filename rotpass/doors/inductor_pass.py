@@ -55,7 +55,7 @@ class InductorPass(_CustomGraphPass):
 class InferenceAwareInductorPass(InductorPass, _CustomInferenceAwareGraphPass):
     """:class:`InductorPass` over passes of which some want to know whether the graph is for inference."""
 
-    def __call__(self, graph: Graph, is_inference: bool) -> None:
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         for user_pass in self.passes:
             if isinstance(user_pass, _CustomInferenceAwareGraphPass):
                 user_pass(graph, is_inference)

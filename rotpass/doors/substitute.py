@@ -107,12 +107,13 @@ class Substituted:
         return tensors
 
     def _check_gradients(self, args: tuple[Any, ...]) -> None:
-        # Dynamo guards on grad mode and on requires_grad. A guard filter can drop that, and gradients would be lost.
+        # Dynamo guards on grad mode, and from 2.12 or 2.13 on on a parameter's requires_grad; a guard filter can drop
+        # both. The gradient would be lost without a word (as it is without rotpass).
         for i in self.sources:
             if args[i].requires_grad:
                 raise RuntimeError(
                     "rotpass: this graph was compiled without gradients, and a weight that is folded in it needs them "
-                    "now; Dynamo's guards were loosened (guard_filter_fn?), so call torch.compiler.reset() first"
+                    "now, of which Dynamo took no notice; call torch.compiler.reset() first"
                 )
 
 
