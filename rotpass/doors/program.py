@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -68,6 +69,11 @@ def _assemble(ep: ExportedProgram, rotated: Rotated) -> ExportedProgram:
             if _torch.same_view(home[name], old):
                 home[name] = new
     signature = copy.deepcopy(ep.graph_signature)
+    # An output that is rotated with its other readers (a cache, with cache="rotated") is another node now.
+    [output] = rotated.gm.graph.find_nodes(op="output")
+    for spec, node in zip(signature.output_specs, output.args[0]):
+        if isinstance(node, torch.fx.Node):
+            spec.arg = dataclasses.replace(spec.arg, name=node.name)
     plan.write(
         rotated.gm.graph.find_nodes(op="placeholder"),
         signature,

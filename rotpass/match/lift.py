@@ -79,24 +79,21 @@ class Lift:
         self._covered[sink] = plan
         return plan, True
 
-    def crosses(self, plan: Plan, carried: Carried) -> Node | None:
-        """A cache of the outside world above the plan's leaves, which they would leave unrotated; None if there is none."""
-        todo = [
-            leaf.node if isinstance(leaf, After) else leaf.user.args[leaf.position]
-            for leaf in plan.leaves
-            if isinstance(leaf, (After, Before))
-        ]
+    def crosses(self, plan: Plan, carried: Carried, *, outputs: bool = True) -> Node | None:
+        """A cache of the outside world above the plan's leaves, which they would leave unrotated; None if there is none.
+
+        Without ``outputs``, only one that comes in counts, none that merely goes out.
+        """
+        rotated = [leaf.node for leaf in plan.leaves if isinstance(leaf, After)]  # for outputs too
+        todo = [*rotated, *(leaf.user.args[leaf.position] for leaf in plan.leaves if isinstance(leaf, Before))]
         seen: set[Node] = set()
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
-            if (
-                self._is_outside(node)
-                or any(u.op == "output" for u in node.users)
-                and node not in self._capture.internal_outputs
-            ):
+            leaves = any(u.op == "output" for u in node.users) and node not in self._capture.internal_outputs
+            if self._is_outside(node) or outputs and leaves and node not in rotated:
                 return node
             todo.extend(_sources(node, carried.rotation.size) or [])
             for write in self._aliases.writes(node):

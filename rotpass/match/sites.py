@@ -236,8 +236,7 @@ class _Matcher:
 
     def _cache_remark(self, attention: Attention, role: str, plan: Plan) -> str:
         carried = self._lift.sinks[attention.node, getattr(attention.roles, role)]
-        crossing = self._lift.crosses(plan, carried)
-        outside = crossing is not None and crossing.op == "placeholder"
+        outside = self._lift.crosses(plan, carried, outputs=False) is not None
         return 'the whole cache is rotated at every step: cache="rotated" rotates only what is new' if outside else ""
 
     def _v(self, attention: Attention, rotation: Rotation, site: Site) -> Match:
