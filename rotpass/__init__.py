@@ -3,6 +3,7 @@
 Doors: :func:`backend` for torch.compile, :class:`RotationPass` for an ExportedProgram, :func:`fold_` for an nn.Module.
 """
 
+from rotpass import _torch
 from rotpass import ops as _ops  # noqa: F401  (registers the operators)
 from rotpass.doors.compile import backend
 from rotpass.doors.module import explain, fold_, unfold_
@@ -26,3 +27,5 @@ __all__ = [
     "hadamard_transform",
     "unfold_",
 ]
+
+_torch.check_version()

@@ -7,12 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+OLDEST, NEWEST = (2, 11), (2, 14)
+
+
+def check_version(version: str = torch.__version__) -> None:
+    """Warns of a torch that rotpass was not tested with.
+
+    Raises:
+        ImportError: it is too old.
+    """
+    release = tuple(int(part) for part in re.match(r"(\d+)\.(\d+)", version).groups())
+    if release < OLDEST:
+        raise ImportError(f"rotpass needs torch {OLDEST[0]}.{OLDEST[1]} or newer; this is torch {version}")
+    if release > NEWEST:
+        newest = f"{NEWEST[0]}.{NEWEST[1]}"
+        warnings.warn(f"rotpass was tested up to torch {newest}, and this is torch {version}", stacklevel=3)
 
 
 @contextlib.contextmanager
@@ -210,8 +228,17 @@ def record_call(op: str, target: Any, args: Any, kwargs: Any, result: Any) -> An
     def proxy(value: Any) -> Any:
         if isinstance(value, Tensor):
             return get_proxy_slot(value, tracer).proxy
-        return get_proxy_slot(value.node, tracer).force() if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+        return (
+            get_proxy_slot(value.node, tracer).force() if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+        )
 
     args, kwargs = torch.utils._pytree.tree_map(proxy, (args, kwargs))
     recorded = tracer.create_proxy(op, target, args, kwargs)
     return track_tensor_tree(result, recorded, constant=None, tracer=tracer)
+
+
+def uncompiled(model: Any) -> Any:
+    """The module that ``torch.compile(module)`` wrapped; anything else as it is (OptimizedModule: 2.1-2.14)."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return model._orig_mod if isinstance(model, OptimizedModule) else model

@@ -104,12 +104,10 @@ class Report:
 
 
 def _cell(site: Site, column: str) -> str:
-    if column == "size":
-        return (
-            f"{site.size}"
-            if site.size in (0, site.width) or site.kind != "r4"
-            else f"{site.width // site.size}x{site.size}"
-        )
+    if column == "size" and 0 < site.size < site.width:
+        return f"{site.width // site.size}x{site.size}"
+    if column == "where":
+        return site.where or "(root)"
     return str(getattr(site, column))
 
 
