@@ -120,7 +120,8 @@ class Backend:
         weights = {captured.names.get(node, node.name): id(tensor) for node, tensor in captured.values.items()}
         # By their first weight the modules that share the graph are told apart.
         placeholders = captured.gm.graph.find_nodes(op="placeholder")
-        marker = next((i for i, node in enumerate(placeholders) if node in captured.values), None)
+        plain = [_torch.is_plain(captured.values.get(node)) for node in placeholders]
+        marker = plain.index(True) if True in plain else None
         rotated = rotate(captured, self.recipe, Door(extra_inputs=True, trains=trains), strict=self.strict)
         assert not rotated.contents, "no buffer is internal to a graph of torch.compile"
         record = Record(_torch.current_frame(), weights, rotated.sites, _notes(rotated, trains))
@@ -299,5 +300,7 @@ def _notes(rotated: Rotated, trains: frozenset[Node]) -> list[str]:
         while source.target in (aten.transpose.int, aten.slice.Tensor):
             source = source.args[0]
         if source in trains:
-            return ["weights that need gradients are folded in the graph at every call; for inference use torch.no_grad()"]
+            return [
+                "weights that need gradients are folded in the graph at every call; for inference use torch.no_grad()"
+            ]
     return []

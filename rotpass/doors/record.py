@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
+
+from torch import Tensor
 
 from rotpass.report import Report, Site
 
@@ -16,14 +19,14 @@ class Record:
         frame: Dynamo's number for the code object; None outside Dynamo.
         weights: name -> id of each parameter and buffer of the graph; the module that it was compiled for.
         sites, notes: what was found in it.
-        served: ids of the first weight of every module that the graph has run for.
+        served: the first weight of every module that the graph has run for: id -> its storage, weakly.
     """
 
     frame: int | None
     weights: dict[str, int]
     sites: list[Site]
     notes: list[str] = dataclasses.field(default_factory=list)
-    served: set[int] = dataclasses.field(default_factory=set)
+    served: dict[int, weakref.ref] = dataclasses.field(default_factory=dict)
 
     def supersedes(self, other: Record) -> bool:
         """Whether this is a recompilation (other shapes, another dtype, a decode step) of the same code and module.
@@ -37,12 +40,18 @@ class Record:
             return not self.weights and not other.weights and self._places() == other._places()
         return all(self.weights[name] == other.weights[name] for name in common)
 
+    def serve(self, weight: Tensor) -> None:
+        """Notes that the graph runs for the module of this weight."""
+        known = self.served.get(id(weight))
+        if known is None or known() is None:
+            self.served[id(weight)] = weakref.ref(weight.untyped_storage())
+
     def _places(self) -> list[tuple[str, str]]:
         return [(site.kind, site.where) for site in self.sites]
 
     def all_notes(self) -> list[str]:
         """The notes, with one on the modules that share the graph."""
-        further = len(self.served) - 1
+        further = sum(storage() is not None for storage in list(self.served.values())) - 1
         if further < 1:
             return self.notes
         graph = f"the graph of {self.sites[0].where}" if self.sites and self.sites[0].where else "a graph"
@@ -62,7 +71,7 @@ class Records:
         with self._lock:
             for i, other in enumerate(self._records):
                 if record.supersedes(other):
-                    other.served |= record.served
+                    other.served.update(record.served)
                     record.served = other.served  # the graph compiled before may go on serving
                     self._records[i] = record
                     return

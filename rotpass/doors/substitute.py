@@ -64,7 +64,7 @@ class Substituted:
         """Runs the graph."""
         if not self.sources:
             if self.marker is not None:
-                self.record.served.add(id(args[self.marker]))
+                self.record.serve(args[self.marker])
             return self.compiled(*args)
         inputs = list(args)
         inputs.extend([None] * self.added)
@@ -98,7 +98,8 @@ class Substituted:
             return [stand_in(source) for source in sources]
         found = [copies.lookup(s, column, folds) for s, column, folds in zip(sources, self.columns, self.folds)]
         tensors = [copy.tensor for copy in found]
-        self.record.served.add(id(args[self.marker]))
+        if self.marker is not None:
+            self.record.serve(args[self.marker])
         if tick == copies.tick():
             if any(seen.tick != tick for seen in list(self._seen.values())):  # list(): other threads add to it
                 self._seen = {}
