@@ -85,7 +85,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def rope_tables(positions: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    steps = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    steps = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
     angles = positions.to(torch.float64)[:, None] * steps
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
