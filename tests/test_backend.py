@@ -1,86 +1,21 @@
-"""The torch.compile door: interning, options, the report, what is recompiled, and whose weights are used."""
+"""The torch.compile door: interning, options, the report, what is recompiled, and odd graphs."""
 
 import copy
 import gc
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
-import threading
 import warnings
 import weakref
 
 import pytest
 import torch
+from small import TOLERANCE, Counting, Mlp, Model, agree
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import rotpass
-from rotpass import _torch, copies
 from rotpass.doors.compile import Backend, backend, from_options
 from rotpass.recipe import FakeQuant, Recipe
-
-TOLERANCE = dict(rtol=2e-5, atol=2e-5)
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int = 32, head_dim: int = 16) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    def __init__(self, dim: int = 32, hidden: int = 64) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(dim, hidden), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.mlp = Attention(), Mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(x)
-        return x + self.mlp(x)
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Counting:
-    """An inner backend that counts what it is given, and runs it as it is."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-        self.inputs: list[list] = []
-
-    def __call__(self, gm: torch.fx.GraphModule, inputs: list):
-        self.graphs.append(gm)
-        self.inputs.append([weakref.ref(value) for value in inputs if isinstance(value, torch.Tensor)])
-        return gm.forward
-
-    def calls(self, i: int = -1) -> list[str]:
-        return [str(node.target) for node in self.graphs[i].graph.nodes if node.op == "call_function"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +30,6 @@ def _fresh_dynamo():
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(2, 5, 32)
-
-
-def agree(compiled, model: nn.Module, x: torch.Tensor) -> None:
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), **TOLERANCE)
 
 
 # --- the object
@@ -292,188 +222,6 @@ def test_warns_once_where_nothing_could_be_rotated() -> None:
     assert len(made.report.refused) == 1 and made.report.refused[0].reason
 
 
-# --- whose weights
-
-
-def test_two_instances_share_a_graph_and_not_their_weights(x: torch.Tensor) -> None:
-    made, models = backend(inner=Counting()), [Model(1), Model(1), Model(1)]
-    compiled = [torch.compile(model, backend=made) for model in models]
-    for _ in range(2):
-        for f, model in zip(compiled, models):
-            agree(f, model, x)
-    assert len(made.inner.graphs) == 1
-    assert made.report.counts == {"r3": 1, "v": 1, "r4": 1}
-    assert "2 further modules" in str(made.report)
-
-
-def test_layers_compiled_one_by_one(x: torch.Tensor) -> None:
-    made, model = backend(inner=Counting()), Model(4)
-    reference = copy.deepcopy(model)
-    for layer in model.layers:
-        layer.compile(backend=made)
-    agree(model, reference, x)
-    agree(model, reference, x)
-    assert len(made.inner.graphs) == 1
-    assert "3 further modules" in str(made.report)
-
-
-def test_online_graphs_tell_their_modules_apart_too(x: torch.Tensor) -> None:
-    made, models = backend(inner=Counting(), v=False, r4=False), [Model(1), Model(1)]
-    for model in models:
-        agree(torch.compile(model, backend=made), model, x)
-    assert "1 further module" in str(made.report)
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_weights_that_change(x: torch.Tensor, inner: str) -> None:
-    made, model = backend(inner=inner), Model(1)
-    compiled = torch.compile(model, backend=made)
-    down = model.layers[0].mlp.down
-    agree(compiled, model, x)
-    graphs = counters["stats"]["unique_graphs"]
-    with torch.no_grad():
-        down.weight.mul_(2)
-        model.layers[0].attention.v.bias.add_(1)
-    agree(compiled, model, x)
-    model.load_state_dict(Model(1).state_dict())
-    agree(compiled, model, x)
-    model.load_state_dict(Model(1).state_dict(), assign=True)
-    agree(compiled, model, x)
-    down.weight.data = torch.randn_like(down.weight)
-    agree(compiled, model, x)
-    down.weight.data.mul_(3)
-    made.refresh()
-    agree(compiled, model, x)
-    other = nn.Parameter(torch.randn_like(down.weight))
-    torch.utils.swap_tensors(down.weight, other)
-    agree(compiled, model, x)
-    down.weight = nn.Parameter(torch.randn_like(down.weight))
-    agree(compiled, model, x)
-    for kind in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kind)
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        agree(compiled, model, x)
-    assert counters["stats"]["unique_graphs"] == graphs, "no change of values recompiles"
-    assert "further module" not in str(made.report)
-    agree(compiled, model.to(torch.float64), x.double())
-
-
-def test_the_copies_of_a_dead_model_die(x: torch.Tensor) -> None:
-    def count() -> int:
-        return sum(copy.folds[0].seed == 77 for _, _, copy in copies.live())
-
-    made, model = backend(inner=Counting(), seed=77), Model(2)
-    compiled = torch.compile(model, backend=made)
-    agree(compiled, model, x)
-    agree(compiled, model, x)
-    assert count() == 8  # per layer v and its bias, o, down
-    inputs = made.inner.inputs[0]
-    del model, compiled
-    gc.collect()
-    assert count() == 0
-    assert not any(ref() is not None and ref() is not x for ref in inputs)
-
-
-def test_training_keeps_folds_in_the_graph(x: torch.Tensor) -> None:
-    made, model = backend(inner=Counting()), Model(1)
-    compiled = torch.compile(model, backend=made)
-    reference = copy.deepcopy(model)
-    agree(compiled, model, x)  # first without gradients: that graph must not be run with them
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    for _ in range(2):
-        for f, optimizer in zip((compiled, reference), optimizers):
-            optimizer.zero_grad()
-            f(x).square().mean().backward()
-        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-            torch.testing.assert_close(p.grad, q.grad, **TOLERANCE, msg=name)
-        for optimizer in optimizers:
-            optimizer.step()
-        agree(compiled, model, x)
-    assert "torch.no_grad()" in str(made.report)
-    inference, training = made.inner.calls(0), made.inner.calls(1)
-    assert len(made.inner.graphs) == 2
-    assert training.count("rotpass.hadamard.default") > inference.count("rotpass.hadamard.default")
-
-
-def test_frozen_weights_are_folded_by_value_while_others_train(x: torch.Tensor) -> None:
-    inner, model = Counting(), Model(1)
-    model.layers[0].mlp.down.requires_grad_(False)
-    compiled = torch.compile(model, backend=backend(inner=inner, v=False, r3=False))
-    reference = copy.deepcopy(model)
-    for f in (compiled, reference):
-        f(x).square().mean().backward()
-    for p, q in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, **TOLERANCE)
-    assert inner.calls().count("rotpass.hadamard.default") == 1
-    model.layers[0].mlp.down.weight.requires_grad_()
-    try:
-        compiled(x).square().mean().backward()
-    except RuntimeError as error:  # torch 2.11 has no guard on it
-        assert "compiled without gradients" in str(error)
-    else:
-        assert model.layers[0].mlp.down.weight.grad is not None and len(inner.graphs) == 2
-
-
-def test_gradients_enabled_inside_the_graph(x: torch.Tensor) -> None:
-    model = Mlp()
-
-    def f(x):
-        with torch.enable_grad():
-            return model(x)
-
-    compiled = torch.compile(f, backend=backend(inner="aot_eager"))
-    with torch.no_grad():
-        y = compiled(x)
-        assert torch.allclose(y, f(x), atol=1e-5)
-
-
-def test_loosened_guards_raise_instead_of_losing_gradients(x: torch.Tensor) -> None:
-    model = Mlp()
-    compiled = torch.compile(
-        model, backend=backend(inner="eager"), options={"guard_filter_fn": lambda entries: [False for _ in entries]}
-    )
-    agree(compiled, model, x)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match="compiled without gradients"):
-        compiled(x)
-
-
-def test_inference_mode_and_autocast(x: torch.Tensor) -> None:
-    made, model = backend(inner="aot_eager"), Model(1)
-    compiled = torch.compile(model, backend=made)
-    with torch.inference_mode():
-        agree(compiled, model, x)
-        frozen = Model(1)  # whose parameters are inference tensors
-        agree(torch.compile(frozen, backend=made), frozen, x)
-    agree(compiled, model, x)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0.05)
-
-
-def test_threads_share_compiled_code(x: torch.Tensor) -> None:
-    made, models = backend(inner="eager"), [Model(1) for _ in range(3)]
-    compiled = [torch.compile(model, backend=made) for model in models]
-    agree(compiled[0], models[0], x)
-    errors = []
-
-    def run(i: int) -> None:
-        try:
-            for _ in range(20):
-                agree(compiled[i], models[i], x)
-                with torch.no_grad():
-                    models[i].layers[0].mlp.down.weight.add_(0.01)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 # --- graphs of other shapes and makers
 
 
@@ -548,158 +296,9 @@ def test_static_inputs_stay_static(x: torch.Tensor) -> None:
     assert sources[-1] is None and None not in sources[:-1] and len(set(sources)) == len(sources)
 
 
-# --- Inductor
-
-
-PlainPass, InferenceAwarePass = _torch.custom_pass_classes()
-
-
-class Pass(PlainPass):
-    def __init__(self, name: str) -> None:
-        self.name, self.ran = name, 0
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        self.ran += 1
-
-    def uuid(self) -> str:
-        return self.name
-
-
-class AwarePass(InferenceAwarePass, Pass):
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
-        assert isinstance(is_inference, bool)
-        self.ran += 1
-
-
-def test_custom_passes_of_the_user_still_run(x: torch.Tensor) -> None:
-    from rotpass.doors.inductor_pass import inductor_pass
-
-    recipe = Recipe()
-    keys = [
-        inductor_pass(recipe, ()),
-        inductor_pass(recipe, (Pass("a"),)),
-        inductor_pass(recipe, (Pass("b"),)),
-        inductor_pass(recipe, (AwarePass("a"), Pass("b"))),
-        inductor_pass(Recipe(seed=1), ()),
-    ]
-    assert len({key.uuid() for key in keys}) == len(keys)
-    assert inductor_pass(Recipe(), (Pass("a"),)).uuid() == keys[1].uuid()
-    assert inductor_pass(recipe, (lambda graph: None,)).uuid() is None, "no uuid, no cache"
-    mine, globally, aware = Pass("option"), Pass("global"), AwarePass("aware")
-    model = Mlp()
-    with torch._inductor.config.patch(post_grad_custom_post_pass=globally, post_grad_custom_pre_pass=aware):
-        agree(torch.compile(model, backend=backend()), model, x)
-        assert torch._inductor.config.post_grad_custom_post_pass is globally
-    options = {"post_grad_custom_post_pass": mine}
-    agree(torch.compile(model, backend=backend(options=options)), model, x)
-    torch._dynamo.reset()
-    options = {"post_grad_custom_post_pass": aware}
-    compiled = torch.compile(model, backend=backend(options=options), fullgraph=True)
-    with torch.no_grad():
-        _, code = torch._inductor.utils.run_and_get_code(compiled, x)
-    assert "torch.ops.rotpass" not in "".join(code), "the operator is lowered, after the passes of the user"
-    agree(compiled, model, x)
-    assert (mine.ran, globally.ran, aware.ran) == (1, 1, 2)
-
-
-CACHE_SCRIPT = textwrap.dedent(
-    """
-    import sys, torch
-    sys.path.insert(0, sys.argv[1])
-    import rotpass
-    from torch._dynamo.utils import counters
-    from test_backend import Mlp, agree
-    from rotpass.doors import inductor_pass
-
-    torch._inductor.config.cpp_cache_precompile_headers = False
-    torch.manual_seed(0)
-    model, x = Mlp(), torch.randn(3, 32)
-
-    def cached(version, **fields):
-        inductor_pass._sources = lambda: version
-        torch._dynamo.reset()
-        counters.clear()
-        agree(torch.compile(model, backend=rotpass.backend(**fields)), model, x)
-        hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-        assert counters["inductor"]["fxgraph_cache_bypass"] == counters["aot_autograd"]["autograd_cache_bypass"] == 0
-        return bool(hits)
-
-    if sys.argv[2] == "fill":
-        assert not cached("1")
-    else:
-        assert cached("1")
-        assert not cached("1", skip=("nothing",)), "another recipe, though the graph is the same"
-        assert not cached("2"), "another version of rotpass"
-        assert cached("1", fake_quant=None)
-    """
-)
-
-
-def test_caches_across_processes(tmp_path) -> None:
-    # Without vector instructions: finding out which ones an empty cache directory's compiler can do takes 15 s.
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-    for what in ("fill", "use"):
-        command = [sys.executable, "-c", CACHE_SCRIPT, os.path.dirname(__file__), what]
-        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-
-
-def test_the_cache_key_covers_the_sources(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotpass.doors import inductor_pass
-
-    keys = set()
-    for lowering in ("x = 1", "x = 2", "x = 1"):
-        (tmp_path / "lower").mkdir(exist_ok=True)
-        (tmp_path / "lower" / "inductor.py").write_text(lowering)
-        monkeypatch.setattr(rotpass, "__file__", str(tmp_path / "__init__.py"))
-        keys.add(inductor_pass._sources.__wrapped__())
-    assert len(keys) == 2
-
-
 def test_repr_and_logs_do_not_need_a_graph(caplog: pytest.LogCaptureFixture, x: torch.Tensor) -> None:
     made, model = backend(inner=Counting()), Mlp()
     assert isinstance(made, Backend) and "Recipe(" in repr(made) and made.__name__ == "rotpass"
     with caplog.at_level("DEBUG", logger="rotpass"):
         agree(torch.compile(model, backend=made), model, x)
     assert "rotpass.hadamard" in caplog.text
-
-
-@pytest.mark.gpu
-def test_folded_weights_are_static_inputs_of_cuda_graphs(x: torch.Tensor) -> None:
-    model, x = Model(2).cuda(), x.cuda()
-    model.layers[1].attention.o.weight = model.layers[1].attention.q.weight  # a copy that is an input of its own
-    compiled = torch.compile(model, backend=backend(), mode="reduce-overhead", fullgraph=True)
-    for _ in range(4):
-        agree(compiled, model, x)
-    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == 1, "x alone is copied at every call"
-    recorded = dict(counters["inductor"])
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.1)
-    agree(compiled, model, x)
-    down = model.layers[0].mlp.down.weight
-    down.grad = torch.ones_like(down)
-    torch.optim.AdamW([down], lr=0.1, fused=True).step()
-    agree(compiled, model, x)
-    down.data.mul_(2)
-    backend().refresh()
-    agree(compiled, model, x)
-    assert dict(counters["inductor"]) == recorded, "no change of values records again"
-    down.data = torch.randn_like(down)
-    agree(compiled, model, x)
-
-
-@pytest.mark.gpu
-def test_refresh_reaches_a_cuda_graph_of_the_user(x: torch.Tensor) -> None:
-    made, model, x = backend(), Mlp().cuda(), x.cuda()
-    compiled = torch.compile(model, backend=made)
-    agree(compiled, model, x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        y = compiled(x)
-    with torch.no_grad():
-        model.down.weight.add_(1)
-    made.refresh()  # a replay calls no Python
-    graph.replay()
-    with torch.no_grad():
-        torch.testing.assert_close(y, model(x), **TOLERANCE)
