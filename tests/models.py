@@ -253,7 +253,7 @@ class Model(nn.Module):
             seen = seen & ~padded
         if self.style.mask == "bool":
             return seen
-        return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
     def empty_past(self, length: int, batch: int = 2) -> list[tuple[Tensor, Tensor]]:
         """A cache of zeros to give to a model whose cache is an input."""
