@@ -7,9 +7,10 @@ from torch import Tensor
 
 from rotpass.hadamard.stages import sign_vector, stage_matrices
 
-# Elements that a thread works on at a time. Three such float32 buffers (source, target and what the BLAS packs) fit
-# in 2 MiB of L2; from 2^16 to 2^18 the speed is the same within noise.
-_CHUNK = 1 << 17
+# Elements that a thread works on at a time. From 2^17 (all of a chunk in 2 MiB of L2) to 2^20 (in L3) the speed is the
+# same within noise; above, the buffers cost page faults. Threads meet after every stage of every chunk, which on a busy
+# machine costs a time slice each, so not the smallest.
+_CHUNK = 1 << 19
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
