@@ -1,9 +1,9 @@
 """What Inductor makes of the operators.
 
-On the CPU each becomes plain aten after autograd and functionalization: small products with constants, between which
-Inductor fuses signs, casts and the neighbours of the rotation. The operator's own kernel, called from Inductor's code,
-measured slower at every size from 64 to 14336: by 2 to 3 times for one row (it costs a call into Python) and by 10 to
-20 % for 2^21 elements (examples/benchmarks/RESULTS.md).
+Each becomes plain aten after autograd and functionalization: small products with constants, between which Inductor fuses
+signs, casts and the neighbours of the rotation. On the CPU the operator's own kernel, called from Inductor's code,
+measured slower: 2 to 3 times for few rows (it costs a call into Python), 15 to 20 % for 2^21 elements; only at 64 with
+many rows it was 15 % faster (examples/benchmarks/RESULTS.md).
 """
 
 from torch.fx import Graph
