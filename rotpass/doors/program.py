@@ -88,7 +88,7 @@ def _assemble(ep: ExportedProgram, rotated: Rotated) -> ExportedProgram:
         graph_signature=signature,
         state_dict=state_dict,
         range_constraints=copy.deepcopy(ep.range_constraints),
-        module_call_graph=copy.deepcopy(ep.module_call_graph),
+        module_call_graph=list(map(copy.copy, ep.module_call_graph)),  # a deep copy of a tree spec warns
         example_inputs=ep.example_inputs,
         constants=constants,
         verifiers=ep.verifiers,
