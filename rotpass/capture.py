@@ -98,10 +98,11 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     sources = {}
     after = traced.graph.find_nodes(op="placeholder")
     for old, new in zip(before, after):
-        if (source := getattr(old, "_dynamo_source", None)) is not None:
-            new._dynamo_source = source
+        new._dynamo_source = source = getattr(old, "_dynamo_source", None)  # AOTAutograd wants the attribute, if but None
+        if source is not None:
             sources[new] = source.name if isinstance(source.name, str) else source.name()  # a method on torch 2.11
-        new.meta.update({key: old.meta[key] for key in ("tensor_dict", "grapharg") if key in old.meta})
+        if "tensor_dict" in old.meta:
+            new.meta["tensor_dict"] = old.meta["tensor_dict"]
     values = {
         node: tensor
         for node, tensor in zip(after, example_inputs)

@@ -145,17 +145,8 @@ class Backend:
             source = example_inputs[fold.source]
             inputs[fold.target] = copies.get(source, fold.folds)
             pairs.append((source, inputs[fold.target]))
-        for node in placeholders[len(example_inputs) :]:
-            node._dynamo_source = None  # no variable of the user's: the copy is ours
-        for node in placeholders:
-            if not hasattr(node, "_dynamo_source") and hasattr(rotated.gm, "_param_name_to_source"):
-                node._dynamo_source = None
-        try:
-            with _torch.same_symbols(pairs):
-                return self._compile(rotated.gm, inputs, patches)
-        finally:
-            for node in placeholders:
-                node.meta.pop("grapharg", None)  # refers to the weight, which swap_tensors would refuse then
+        with _torch.same_symbols(pairs):
+            return self._compile(rotated.gm, inputs, patches)
 
     def _compile(self, gm: GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
         from rotpass.doors.inductor_pass import SLOT, inductor_pass  # imports Inductor

@@ -51,6 +51,12 @@ class FoldPoint:
         """Axis of ``projection.source`` that is rotated."""
         return self.projection.out_axis if self.side == "out" else self.projection.in_axis
 
+    @property
+    def weights(self) -> tuple[Node, ...]:
+        """What changes: the weight, and on its output side the bias too."""
+        bias = self.projection.bias if self.side == "out" else None
+        return (self.projection.source,) if bias is None else (self.projection.source, bias)
+
 
 @dataclasses.dataclass(frozen=True)
 class Content:

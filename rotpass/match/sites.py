@@ -91,7 +91,7 @@ class _Matcher:
         self, capture: Capture, recipe: Recipe, door: Door, aliases: Aliases, blocked: frozenset[Node]
     ) -> None:
         self._capture, self._recipe, self._door, self._aliases, self._blocked = capture, recipe, door, aliases, blocked
-        self._lift = Lift(capture, aliases, self._folds_by_value_or_training, door.own_caches)
+        self._lift = Lift(capture, aliases, self._folds, door.own_caches)
         self._quantizers: list[Quantize] = []
 
     def run(self, attentions: list[Attention], mlps: list[Mlp]) -> Matches:
@@ -244,7 +244,7 @@ class _Matcher:
             return Match(dataclasses.replace(site, inserted="prefolded", undone="prefolded"))
         plan, edits = self._plan(attention, "v")
         undone = self._undone_points(attention) if self._recipe.counter == "fold" else None
-        undone = undone if undone and all(map(self._folds_by_value_or_training, undone)) else None
+        undone = undone if undone and all(map(self._folds, undone)) else None
         if undone:
             edits += [Fold(point, rotation, self._in_graph(point)) for point in undone]
         else:
@@ -277,14 +277,12 @@ class _Matcher:
 
     # Weights
 
-    def _folds_by_value_or_training(self, point: FoldPoint) -> bool:
-        return not self._no_fold(point) or self._in_graph(point)
+    def _folds(self, point: FoldPoint) -> bool:
+        return not self._no_fold(point)
 
     def _no_fold(self, point: FoldPoint) -> str:
         """Why a fold point's weight cannot take a rotation, or ""."""
-        found = point.projection
-        weights = [found.source] + ([found.bias] if point.side == "out" and found.bias is not None else [])
-        for weight in weights:
+        for weight in point.weights:
             tensor = self._capture.values.get(weight)
             if tensor is None:
                 return "its weight is not a parameter"
@@ -296,14 +294,13 @@ class _Matcher:
                 return "its weight is written to in the graph"
             if weight in self._blocked:
                 return "its weight has other users"
-        if len(weights) == 2 and value(weights[1]).dim() != 1:
+        if any(value(bias).dim() != 1 for bias in point.weights[1:]):
             return "its bias is no vector"
         return ""
 
     def _in_graph(self, point: FoldPoint) -> bool:
-        found = point.projection
-        trained = {found.source, found.bias} & self._door.trains
-        return bool(trained) and all(w is None or w in self._capture.values for w in (found.source, found.bias))
+        """Whether a weight needs gradients, for which its fold has to be part of the graph."""
+        return not self._door.trains.isdisjoint(point.weights)
 
     # MLP
 

@@ -62,8 +62,7 @@ class Inserter:
         with self._graph.inserting_after(last):
             new = self._graph.placeholder(f"{like.name}_folded")
         new.meta.update(like.meta)
-        if hasattr(like, "_dynamo_source"):
-            new._dynamo_source = like._dynamo_source
+        new._dynamo_source = None  # AOTAutograd wants the attribute, and no two inputs with the same source
         return new
 
     def finish(self) -> None:
