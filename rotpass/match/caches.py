@@ -42,6 +42,12 @@ def _copy(node: Node, size: int) -> list[Node] | None:
     return _same_vectors(node.args[0], node.args[1], size)
 
 
+def _overwrite(node: Node, size: int) -> list[Node] | None:
+    """Nothing is left of the old values."""
+    sources = _copy(node, size)
+    return sources and sources[1:]
+
+
 def _zero(node: Node, size: int) -> list[Node] | None:
     return [node.args[0]]
 
@@ -60,6 +66,6 @@ CACHE_WRITES: dict[Callable, Rule] = {
     aten.index_put_.default: _index_put,
     aten.index_put.default: _index_put,
     aten.copy_.default: _copy,
-    aten.copy.default: _copy,
+    aten.copy.default: _overwrite,
     aten.zero_.default: _zero,
 }

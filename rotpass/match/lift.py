@@ -22,6 +22,8 @@ from rotpass.match.edits import After, Before, Content, Crossing, FoldPoint, Lea
 from rotpass.match.rows import fold_point
 from rotpass.match.walk import carriers, is_floating, last_dim, users, value
 
+aten = torch.ops.aten
+
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
@@ -177,6 +179,8 @@ class Lift:
             return all(self.sinks.get((user, i)) == carried for i in positions) and node not in user.kwargs.values()
         if user.op == "output":
             return node in self._capture.internal_outputs or self._may_cross(node, carried)
+        if user.target is aten.copy.default and user.args[1] is not node:
+            return True  # a functional copy takes nothing but the shape of what it stands for
         sources = _sources(user, carried.rotation.size)
         if sources is None or node not in sources or (len(set(sources)) > 1 and user not in through):
             return False
