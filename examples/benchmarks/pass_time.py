@@ -1,6 +1,6 @@
 """How long RotationPass takes on a Llama-3-8B-shaped graph, by layers: matching and rewriting, on meta weights.
 
-    python examples/benchmarks/pass_time.py [LAYERS ...]
+python examples/benchmarks/pass_time.py [LAYERS ...]
 """
 
 import statistics
@@ -13,7 +13,12 @@ import transformers
 import rotpass
 
 LLAMA_3_8B = dict(
-    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, head_dim=128
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    head_dim=128,
 )
 
 
@@ -41,7 +46,9 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
         taken = statistics.median(seconds)
         nodes = len(program.graph.nodes)
-        print(f"{layers:6} {nodes:6} {exported:9.2f} {taken:7.2f} {1000 * taken / layers:18.1f} {len(rotate.report.rotated):6}")
+        print(
+            f"{layers:6} {nodes:6} {exported:9.2f} {taken:7.2f} {1000 * taken / layers:18.1f} {len(rotate.report.rotated):6}"
+        )
 
 
 if __name__ == "__main__":
