@@ -913,3 +913,28 @@ def rotate_only(model: nn.Module, *args, **recipe) -> Outcome:
     before = export(randomize_(model.double().eval()), args or (x_of(),))
     pass_ = RotationPass(**recipe)
     return Outcome(before, pass_(before), pass_.report)
+
+
+@pytest.mark.parametrize("window", ["same", "apart", "overlapping"])
+def test_a_cache_that_two_attentions_read(window: str) -> None:
+    """Two views of one cache: in torch.compile, where it stays plain, each is rotated for its own attention."""
+
+    class Model(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q2, self.o2 = nn.Linear(HIDDEN, HEADS * WIDTH), nn.Linear(HEADS * WIDTH, HIDDEN)
+            for name in ("keys", "values"):
+                self.register_buffer(name, torch.randn(2, HEADS, 12, WIDTH))
+
+        def forward(self, x):
+            q, q2, k, v = (self.heads(f(x)) for f in (self.q, self.q2, self.k, self.v))
+            at = torch.arange(2, 2 + x.shape[1])
+            keys, values = self.keys.index_copy_(2, at, k), self.values.index_copy_(2, at, v)
+            first, second = {"same": (0, 0), "apart": (0, 6), "overlapping": (0, 4)}[window]
+            a = self.attend(q, keys[:, :, first : first + 6], values[:, :, first : first + 6])
+            b = self.attend(q2, keys[:, :, second : second + 6], values[:, :, second : second + 6])
+            return self.o(self.merge(a)) + self.o2(self.merge(b))
+
+    outcome = rotate(Model())
+    assert len(outcome.rotations) == 3  # two queries and the new keys
+    assert len(compiles_alike(Model()).rotated) == 4

@@ -42,10 +42,14 @@ class Carried:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Leaves that together rotate a sink, and what that costs in bytes moved at run time."""
+    """Leaves that together rotate a sink, and what that costs in bytes moved at run time.
+
+    ``buffers`` are all nodes of the caches that are rotated by rotating what is written to them.
+    """
 
     cost: int
     leaves: tuple[Leaf, ...]
+    buffers: frozenset[Node] = frozenset()
 
 
 class Lift:
@@ -133,9 +137,8 @@ class Lift:
         plans = [self._best(node, carried, through) for node in dict.fromkeys(nodes)]
         if any(plan is None for plan in plans):
             return None
-        return Plan(
-            sum(plan.cost for plan in plans), tuple(dict.fromkeys(leaf for plan in plans for leaf in plan.leaves))
-        )
+        leaves = tuple(dict.fromkeys(leaf for plan in plans for leaf in plan.leaves))
+        return Plan(sum(plan.cost for plan in plans), leaves, frozenset().union(*(plan.buffers for plan in plans)))
 
     def _here(self, node: Node, size: int) -> Plan | None:
         """Rotating right after ``node``."""
@@ -167,7 +170,7 @@ class Lift:
             elif member.target not in ZEROS:
                 return None
         plan = self._all(written, carried, through)
-        return plan and Plan(plan.cost, (*leaves, *plan.leaves))
+        return plan and Plan(plan.cost, (*leaves, *plan.leaves), plan.buffers | frozenset(members))
 
     def _exclusive(self, node: Node, carried: Carried, through: frozenset[Node]) -> bool:
         """Whether all that reads ``node`` ends in sinks which want the same."""
@@ -211,7 +214,7 @@ class Lift:
 
     def _reached(self, plan: Plan, carried: Carried) -> tuple[set[Node], list[tuple[Node, int]]]:
         """The values that the plan's leaves rotate, and the sinks among their readers."""
-        todo = [leaf.buffer if isinstance(leaf, Content) else leaf.node for leaf in plan.leaves]
+        todo = [*plan.buffers, *(leaf.buffer if isinstance(leaf, Content) else leaf.node for leaf in plan.leaves)]
         seen: set[Node] = set()
         reached = []
         while todo:
@@ -219,8 +222,6 @@ class Lift:
             if node in seen:
                 continue
             seen.add(node)
-            if self._aliases.writes(node):
-                todo.extend(self._aliases.members(node))
             for user in users(node):
                 here = [(user, i) for i, arg in enumerate(user.args) if arg is node and (user, i) in self.sinks]
                 reached.extend(here)
