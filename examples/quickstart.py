@@ -17,6 +17,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
@@ -69,21 +70,28 @@ def load(model: str | None):
         where, options = str(path.parent), {"gguf_file": path.name, "local_files_only": True}
     else:
         where, options = model, {}
-    tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options).eval()
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # a GGUF's weights are plain float32 tensors by now
-    return model, tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options).eval()
+    except (OSError, ValueError) as error:  # not there, or not a causal language model
+        raise SystemExit(f"could not load {path}: {error}") from None
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config  # a GGUF's weights are plain float32 tensors by now
+    return loaded, tokenizer
 
 
-def load_windows(tokenizer, file: str | None, count: int, length: int) -> torch.Tensor:
-    """The first `count` × `length` tokens of the file, or of the standard library's own prose."""
-    if file is not None:
-        text = Path(file).read_text(encoding="utf-8")
-    else:
-        from pydoc_data.topics import topics
+def read_text(file: str | None) -> str:
+    """The user's file, or the standard library's own prose."""
+    if file is None:
+        return "\n".join(topics[name] for name in PROSE)
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--text {file}: {error}") from None
 
-        text = "\n".join(topics[name] for name in PROSE)
+
+def cut_windows(tokenizer, text: str, count: int, length: int) -> torch.Tensor:
+    """The first `count` × `length` tokens of the text."""
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     if len(ids) < count * length:
         raise SystemExit(f"the text has {len(ids)} tokens; {count} windows of {length} need {count * length}")
@@ -126,7 +134,9 @@ def show_sites_and_equality(model, window: torch.Tensor, original: torch.Tensor)
         other_kernel = logits_of(model, window[:256])  # causal: the same as the first 256 of all
     print("Rotated against original logits, max |difference| / max |logit| in float32:")
     print(f"  {relative_difference(rotated, original):.1e}")
-    print(f"  {relative_difference(other_kernel, original[:256]):.1e} between two of torch's SDPA kernels, no rotation\n")
+    print(
+        f"  {relative_difference(other_kernel, original[:256]):.1e} between two of torch's SDPA kernels, no rotation\n"
+    )
     return backend.report
 
 
@@ -196,8 +206,11 @@ def main() -> None:
     parser.add_argument("--picture", default="rotpass-quickstart.png", help="where to save it (default: %(default)s)")
     options = parser.parse_args()
 
+    if options.windows < 1 or options.length < 2:
+        parser.error("at least one window of at least two tokens")
+    text = read_text(options.text)
     model, tokenizer = load(options.model)
-    windows = load_windows(tokenizer, options.text, options.windows, options.length)
+    windows = cut_windows(tokenizer, text, options.windows, options.length)
     originals = [logits_of(model, window) for window in windows]
     report = show_sites_and_equality(model, windows[0], originals[0])
 

@@ -19,7 +19,7 @@ def smollm2():
         model, tokenizer = quickstart.load(None)
     except SystemExit as error:
         pytest.skip(f"SmolLM2 is not to be had: {error}")
-    window = quickstart.load_windows(tokenizer, None, 1, 512)[0]
+    window = quickstart.cut_windows(tokenizer, quickstart.read_text(None), 1, 512)[0]
     with torch.no_grad():
         return model.requires_grad_(False), window, quickstart.logits_of(model, window)
 
@@ -54,11 +54,12 @@ def test_without_a_compiler_it_says_so(monkeypatch, capsys) -> None:
     assert "no-such-compiler" in capsys.readouterr().out
 
 
-def test_too_short_a_text_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("Too short.")
+def test_a_bad_text_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nowhere.txt"):
+        quickstart.read_text(str(tmp_path / "nowhere.txt"))
     tokenizer = lambda text, **_: type("Encoding", (), {"input_ids": torch.zeros(1, len(text.split()))})  # noqa: E731
     with pytest.raises(SystemExit, match="the text has 2 tokens"):
-        quickstart.load_windows(tokenizer, str(tmp_path / "short.txt"), 2, 1024)
+        quickstart.cut_windows(tokenizer, "Too short.", 2, 1024)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
