@@ -235,10 +235,3 @@ def record_call(op: str, target: Any, args: Any, kwargs: Any, result: Any) -> An
     args, kwargs = torch.utils._pytree.tree_map(proxy, (args, kwargs))
     recorded = tracer.create_proxy(op, target, args, kwargs)
     return track_tensor_tree(result, recorded, constant=None, tracer=tracer)
-
-
-def uncompiled(model: Any) -> Any:
-    """The module that ``torch.compile(module)`` wrapped; anything else as it is (OptimizedModule: 2.1-2.14)."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    return model._orig_mod if isinstance(model, OptimizedModule) else model

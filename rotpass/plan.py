@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import weakref
 from collections import defaultdict
 from typing import Any
@@ -27,6 +28,7 @@ FORMAT = 1
 
 # Folded modules that are alive: torch.compile never sees an unused buffer, so that door looks its parameters up here.
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_lock = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Plan:
     def to_tensor(self) -> Tensor:
         """As a buffer."""
         text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
-        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> Plan:
@@ -90,28 +92,57 @@ def read(capture: Capture) -> None:
 
 def register(module: nn.Module) -> None:
     """Has :func:`look_up` know a folded module."""
-    _modules.add(module)
+    with _lock:
+        _modules.add(module)
 
 
 def forget(module: nn.Module) -> None:
     """Undoes :func:`register`."""
-    _modules.discard(module)
+    with _lock:
+        _modules.discard(module)
+
+
+def submodule(model: nn.Module, path: str) -> nn.Module | None:
+    """``model.get_submodule(path)``, or None if there is none (any more)."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def weight(model: nn.Module, name: str) -> Tensor | None:
+    """A weight by its name in the state dict, as it is now; None if it is gone."""
+    owner, _, last = name.rpartition(".")
+    return getattr(submodule(model, owner), last, None)
+
+
+def _folded_weights() -> dict[int, Tensor]:
+    """The present weights of all folded modules, by id."""
+    with _lock:
+        modules = list(_modules)
+    found = [weight(module, name) for module in modules for name, _ in (of(module) or Plan()).folds]
+    return {id(tensor): tensor for tensor in found if tensor is not None}
+
+
+def is_folded(model: nn.Module) -> bool:
+    """Whether the model, a part of it or something that it is a part of is folded."""
+    if any(of(module) for module in model.modules()):
+        return True
+    weights = _folded_weights()
+    return any(id(tensor) in weights for tensor in (*model.parameters(), *model.buffers()))
 
 
 def look_up(capture: Capture) -> None:
     """Notes in a capture of torch.compile which of its weights belong to a folded module, by the module's present weights."""
-    nodes = {id(tensor): node for node, tensor in capture.values.items()}
-    for module in list(_modules):
-        plan = of(module)
-        for name, _ in plan.folds if plan else ():
-            owner, _, last = name.rpartition(".")
-            tensor = getattr(module.get_submodule(owner), last, None)
-            if id(tensor) in nodes:
-                capture.folded.add(nodes[id(tensor)])
+    weights = _folded_weights()
+    capture.folded |= {node for node, tensor in capture.values.items() if id(tensor) in weights}
 
 
 def of(module: nn.Module) -> Plan | None:
     """The plan of a folded module, None if it is not folded."""
+    member = module.__dict__.get("_rotpass_member")
+    if member is not None:
+        return member.plan  # the buffer's contents may be lost (to_empty)
     buffer = module._buffers.get(BUFFER)
     return None if buffer is None or buffer.is_meta else Plan.from_tensor(buffer)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +15,16 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from rotpass import _torch, plan
 from rotpass.capture import Capture, from_program
+from rotpass.doors import folded
 from rotpass.match.edits import Fold as FoldEdit
 from rotpass.match.edits import Rotate
 from rotpass.match.projection import projection
-from rotpass.match.sites import Door, Match, match_sites
-from rotpass.match.walk import BYSTANDERS, TRANSPARENT
+from rotpass.match.sites import TRANSPOSES, Door, Match, match_sites
+from rotpass.match.walk import BYSTANDERS, TRANSPARENT, users, value
 from rotpass.recipe import Recipe, as_recipe
 from rotpass.report import Report, check
 from rotpass.rewrite import Fold, rotate
@@ -41,7 +45,8 @@ def explain(
     The model is exported with ``args`` and ``kwargs``; meta tensors will do. Parameters as for :func:`fold_`.
     """
     recipe = as_recipe(recipe, recipe_fields)
-    capture = from_program(_export(model, args, kwargs, dynamic_shapes))
+    model = _uncompiled(model)
+    _, capture = _capture(model, args, kwargs, dynamic_shapes)
     plan.read(capture)
     return Report(rotate(capture, recipe, Door(extra_inputs=True), strict=strict).sites)
 
@@ -80,18 +85,18 @@ def fold_(
     recipe = dataclasses.replace(as_recipe(recipe, recipe_fields), r3=False)
     if recipe.counter == "online" or recipe.fake_quant is not None:
         raise ValueError("fold_ puts counter-rotations into weights: give it no counter='online' and no fake_quant")
-    if any(plan.of(module) for module in model.modules()):
-        raise ValueError("the model is folded already: call rotpass.unfold_ first")
-    ep = _export(model, args, kwargs, dynamic_shapes)
-    capture = from_program(ep)
+    model = _uncompiled(model)
+    if isinstance(model, nn.Module) and plan.is_folded(model):
+        raise ValueError("the model or a part of it is folded already: call rotpass.unfold_ first")
+    ep, capture = _capture(model, args, kwargs, dynamic_shapes)
     matches = match_sites(capture, recipe, Door(own_caches=_own_caches(ep, capture)))
-    decided = _decide(capture, matches.sites)
+    decided = _decide(model, capture, matches.sites)
     sites = [match.site for match in decided]
     check(sites, recipe, strict=strict, holds_any=matches.holds_any)
     kept = [match for match in decided if match.site.status == "rotated"]
     made = plan.Plan(tuple(match.site for match in kept), _folds(capture, kept), _hooks(kept))
     if made.sites:
-        _install(model, made, _folded(model, made.folds))
+        folded.install(model, made, folded.folded(model, made.folds))
     return Report(sites)
 
 
@@ -101,67 +106,97 @@ def unfold_(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: nothing is folded, or a folded weight has been quantized since. The model is as it was.
     """
-    found = [(module, made) for module in model.modules() if (made := plan.of(module))]
+    within = _uncompiled(model)
+    found = [(module, made) for module in within.modules() if (made := plan.of(module))]
     if not found:
-        raise ValueError("the model is not folded")
+        part = plan.is_folded(within)
+        raise ValueError("this is a part of a folded model: unfold the whole" if part else "the model is not folded")
     undone = []
     for module, made in found:
+        folded.check_hooks(module, made)
         inverse = tuple((name, fold.inverse) for name, fold in reversed(made.folds))
-        undone.append((module, made, _folded(module, inverse)))
+        undone.append((module, made, folded.folded(module, inverse)))
     for module, made, tensors in undone:
-        _write(tensors)
-        _remove(module, made)
+        folded.remove(module, made, tensors)
     return model
 
 
-class OnlineRotation:
-    """Forward pre-hook: the online half of R4."""
-
-    def __init__(self, size: int, table: str, seed: int | None) -> None:
-        self.size, self.table, self.seed = size, table, seed
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self._rotate(args[0]), *args[1:]), kwargs
-        name, x = next(iter(kwargs.items()))
-        return args, {**kwargs, name: self._rotate(x)}
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        return torch.ops.rotpass.hadamard(x, self.size, False, self.table, self.seed)
+def _uncompiled(model: Any) -> Any:
+    """The module that ``torch.compile(module)`` wrapped; anything else as it is."""
+    return model._modules.get("_orig_mod", model) if isinstance(model, nn.Module) else model
 
 
-class Watched:
-    """A module's ``forward`` under another identity.
+def _to_export(model: nn.Module) -> nn.Module:
+    """The model, with what it returns that is no container (a DynamicCache) shown as a dict of the tensors in it."""
 
-    Dynamo guards on that but not on hooks or on weights, so that code compiled before a fold is not run after it.
-    """
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training = model.training
+            self.model = model
 
-    def __init__(self, forward: Any) -> None:
-        self.__wrapped__ = forward
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return _shown(self.model(*args, **kwargs))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
-
-
-class _Member:
-    """Has a folded module known again after it was copied or unpickled: the copy's member registers the copy."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.__setstate__({"module": module})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        plan.register(self.module)
+    signature = inspect.signature(model.forward)  # dynamic_shapes go by the names in it
+    own = inspect.Parameter("__self", inspect.Parameter.POSITIONAL_ONLY)
+    Shown.forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+    return Shown()
 
 
-def _export(
+def _shown(result: Any) -> Any:
+    def show(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, *_CONSTANTS)):
+            return leaf
+        if id(leaf) in seen:
+            return None
+        seen.add(id(leaf))
+        name = type(leaf).__name__
+        inside = {} if isinstance(leaf, (nn.Module, type)) else getattr(leaf, "__dict__", {})
+        shown = {f"{name}.{key}": pytree.tree_map(show, value) for key, value in inside.items()}
+        return {
+            key: value for key, value in shown.items() if any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))
+        }
+
+    seen: set[int] = set()
+    return pytree.tree_map(show, result)
+
+
+_CONSTANTS = (int, float, bool, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _capture(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, Capture]:
+    """The model as ATen; names and paths are those of ``model``.
+
+    Raises:
+        TypeError: it is no model.
+        RuntimeError: it cannot be exported.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module; got {type(model).__name__}")
-    return torch.export.export(model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False)
+    try:
+        with _exporting:
+            ep = torch.export.export(
+                _to_export(model), tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise RuntimeError(
+            f"torch.export, by which rotpass reads a model, failed on {type(model).__name__} with these inputs: {why}"
+        ) from error
+    capture = from_program(ep)
+    capture.root = "model"
+    capture.names = {node: name.removeprefix("model.") for node, name in capture.names.items()}
+    return ep, capture
+
+
+_exporting = threading.Lock()  # torch.export patches globals while it runs
+
+
+# "present" alone, not in "representation".
+_CACHE = re.compile("cache|(?<![a-z])(past|presents?)(?![a-z])", re.IGNORECASE)
 
 
 def _own_caches(ep: ExportedProgram, capture: Capture) -> frozenset[Node]:
@@ -175,29 +210,33 @@ def _own_caches(ep: ExportedProgram, capture: Capture) -> frozenset[Node]:
     results = next(iter(capture.gm.graph.find_nodes(op="output"))).args[0]
     results = [n for n, s in zip(results, ep.graph_signature.output_specs) if s.kind == OutputKind.USER_OUTPUT]
     named = [*zip(users, inputs), *zip(results, outputs)]
-    return frozenset(
-        node for node, path in named if isinstance(node, Node) and re.search("cache|past|present", path, re.IGNORECASE)
-    )
+    return frozenset(node for node, path in named if isinstance(node, Node) and _CACHE.search(path))
 
 
-def _decide(capture: Capture, matches: list[Match]) -> list[Match]:
+def _decide(model: nn.Module, capture: Capture, matches: list[Match]) -> list[Match]:
     """The matches, with those refused that a module cannot hold."""
-    calls: dict[str, list[Node]] = defaultdict(list)
-    for node in capture.gm.graph.nodes:
-        if node.op == "call_function":
-            calls[capture.where(node)].append(node)
-    unfolded = {match.plan for match in matches if match.site.kind == "v" and not _all_folded(match)}
-    decided = []
-    for match in matches:
-        reason = ""
+    calls = [node for node in capture.gm.graph.nodes if node.op == "call_function"]
+    inside: dict[str, list[Node]] = defaultdict(list)
+    wheres = {match.site.where for match in matches if match.site.kind == "r4"}
+    for node in calls:
+        where = capture.where(node)
+        for outer in (where[:i] for i, c in enumerate(where + ".") if c == "."):
+            if outer in wheres:
+                inside[outer].append(node)
+    reasons: dict[int, str] = {}
+    for i, match in enumerate(matches):
         if match.site.status == "rotated" and match.site.undone != "prefolded":
-            if match.site.kind == "v" and match.plan in unfolded:
-                reason = "one of its halves folds into no weight; the compile and program doors put it online"
+            if match.site.kind == "v" and not _all_folded(match):
+                reasons[i] = "one of its halves folds into no weight; the compile and program doors put it online"
             elif match.site.kind == "r4":
-                reason = _no_hook(capture, match, calls[match.site.where])
-        refused = dataclasses.replace(match.site, status="refused", inserted="none", undone="none", reason=reason)
-        decided.append(Match(refused) if reason else match)
-    return decided
+                reasons[i] = _no_hook(model, capture, match, inside[match.site.where])
+    _refuse_shared(model, capture, matches, reasons)
+    return [
+        Match(dataclasses.replace(match.site, status="refused", inserted="none", undone="none", reason=reasons[i]))
+        if reasons.get(i)
+        else match
+        for i, match in enumerate(matches)
+    ]
 
 
 def _all_folded(match: Match) -> bool:
@@ -206,17 +245,65 @@ def _all_folded(match: Match) -> bool:
     )
 
 
-def _no_hook(capture: Capture, match: Match, inside: list[Node]) -> str:
-    """Why the online half of R4 cannot be a pre-hook of the module that holds the weight, or ""; ``inside`` are its calls."""
+def _no_hook(model: nn.Module, capture: Capture, match: Match, inside: list[Node]) -> str:
+    """Why the online half of R4 cannot be a pre-hook of the module that multiplies, or ""; ``inside`` are its calls."""
     folds = [edit for edit in match.edits if isinstance(edit, FoldEdit)]
     if any(fold.in_graph for fold in folds):
         return match.site.reason or "its weight does not fold"
-    down = folds[0].at.projection
-    if capture.names[down.source].rpartition(".")[0] != match.site.where:
+    source = folds[0].at.projection.source
+    key = _torch.storage_key(capture.values[source])
+    module = model.get_submodule(match.site.where)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    if not any(t is not None and _torch.storage_key(t) == key for t in tensors):
         return "its weight belongs to another module than the one that multiplies by it"
-    if not all(projection(n) is not None or n.target in TRANSPARENT or n.target in BYSTANDERS for n in inside):
+    if not _only_multiplies(inside, source):
         return "its module does more than multiply by the weight, so the input of the weight is not that of the module"
     return ""
+
+
+def _only_multiplies(inside: list[Node], source: Node) -> bool:
+    """Whether the calls of a module lead its input to projections by ``source``, and their results out, and no more."""
+    products = {node for node in inside if (found := projection(node)) is not None and found.source is source}
+    others = [node for node in inside if node not in products and node.target not in BYSTANDERS]
+    if not all(node.target in TRANSPARENT or node.target in TRANSPOSES for node in others):
+        return False
+    before, after = set(products), set(products)
+    for node in others:
+        if all(above in after or not isinstance(value(above), Tensor) for above in node.all_input_nodes):
+            after.add(node)
+    for node in reversed(others):
+        if set(users(node)) <= before:
+            before.add(node)
+    return all(node in before or node in after for node in others)
+
+
+def _refuse_shared(model: nn.Module, capture: Capture, matches: list[Match], reasons: dict[int, str]) -> None:
+    """A weight is folded for all that read it or for none: refuses what shares weights or values with what is refused."""
+    owners: dict[int, set[nn.Module]] = defaultdict(set)
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                owners[_torch.storage_key(tensor)].add(module)
+    readers: dict[int, set[nn.Module]] = defaultdict(set)
+    held: list[list[Any]] = []  # of each match, what it has in common with others
+    for match in matches:
+        keys: list[Any] = [] if match.plan is None else [id(match.plan)]
+        for edit in (edit for edit in match.edits if isinstance(edit, FoldEdit) and not edit.in_graph):
+            found = edit.at.projection
+            weights = [found.source, found.bias] if edit.at.side == "out" else [found.source]
+            for key in [_torch.storage_key(capture.values[w]) for w in weights if w is not None]:
+                keys.append(key)
+                readers[key].add(model.get_submodule(capture.where(found.node)))
+        held.append(keys)
+    taken = {key for key in readers if len(owners[key]) > 1 and not owners[key] <= readers[key]}
+    while True:
+        for i, keys in enumerate(held):
+            if not reasons.get(i) and taken.intersection(keys):
+                reasons[i] = "its weight or its values are shared with a place that is not rotated: untie them"
+        refused = {key for i, keys in enumerate(held) if reasons.get(i) for key in keys}
+        if refused <= taken:
+            return
+        taken |= refused
 
 
 def _folds(capture: Capture, matches: list[Match]) -> tuple[tuple[str, Fold], ...]:
@@ -233,55 +320,3 @@ def _folds(capture: Capture, matches: list[Match]) -> tuple[tuple[str, Fold], ..
 def _hooks(matches: list[Match]) -> tuple[tuple[str, int, str, int | None], ...]:
     edits = {match.site.where: edit.rotation for match in matches for edit in match.edits if isinstance(edit, Rotate)}
     return tuple((where, r.size, r.table, r.seed) for where, r in edits.items())
-
-
-def _folded(model: nn.Module, folds: tuple[tuple[str, Fold], ...]) -> list[tuple[Tensor, Tensor]]:
-    """(weight, what it is to hold); all of it is made before the first weight changes, so that a failure leaves the model."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, fold in folds:
-        tensor = _named(model, name)
-        if not _torch.is_plain(tensor):
-            raise ValueError(f"the weight {name} has become a {type(tensor).__name__}: unfold before quantizing")
-        made[id(tensor)] = tensor, fold.apply(made.get(id(tensor), (tensor, tensor))[1])
-    return list(made.values())
-
-
-def _named(model: nn.Module, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(owner), last)
-
-
-def _write(tensors: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for tensor, new in tensors:
-            tensor.copy_(new)
-
-
-def _touched(model: nn.Module, made: plan.Plan) -> list[nn.Module]:
-    names = [name.rpartition(".")[0] for name, _ in made.folds] + [where for where, *_ in made.hooks]
-    return [model.get_submodule(name) for name in dict.fromkeys(names)]
-
-
-def _install(model: nn.Module, made: plan.Plan, tensors: list[tuple[Tensor, Tensor]]) -> None:
-    model.register_buffer(plan.BUFFER, made.to_tensor())
-    for where, size, table, seed in made.hooks:
-        model.get_submodule(where).register_forward_pre_hook(OnlineRotation(size, table, seed), with_kwargs=True)
-    for module in _touched(model, made):
-        module.forward = Watched(module.forward)
-    model._rotpass_member = _Member(model)
-    _write(tensors)
-
-
-def _remove(model: nn.Module, made: plan.Plan) -> None:
-    for where, *_ in made.hooks:
-        hooks = model.get_submodule(where)._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, OnlineRotation)]:
-            del hooks[key]
-            model.get_submodule(where)._forward_pre_hooks_with_kwargs.pop(key, None)
-    for module in _touched(model, made):
-        original = module.__dict__.pop("forward").__wrapped__
-        if getattr(original, "__func__", None) is not type(module).forward:
-            module.forward = original  # it was an attribute of the module before
-    del model._buffers[plan.BUFFER], model._rotpass_member
-    model._non_persistent_buffers_set.discard(plan.BUFFER)
-    plan.forget(model)
