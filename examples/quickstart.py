@@ -208,6 +208,8 @@ def main() -> None:
 
     if options.windows < 1 or options.length < 2:
         parser.error("at least one window of at least two tokens")
+    if not Path(options.picture).resolve().parent.is_dir():
+        parser.error(f"--picture {options.picture}: no such folder")
     text = read_text(options.text)
     model, tokenizer = load(options.model)
     windows = cut_windows(tokenizer, text, options.windows, options.length)
