@@ -10,6 +10,7 @@ import torch
 import rotpass
 
 LAYERS = 30
+pytestmark = pytest.mark.xdist_group("smollm2")  # one worker loads the model
 
 
 @pytest.fixture(scope="module")
