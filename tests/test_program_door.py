@@ -277,6 +277,33 @@ def test_a_cache_that_the_program_shows() -> None:
         equal(module(*step), eager(*step))
 
 
+class Overwrites(nn.Module):
+    """A buffer that is read as it was, by no attention, and then filled anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.register_buffer("last", torch.ones(2, 2, 5, 16))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        before = self.last.cumsum(-1)
+        self.last.copy_(k * torch.linspace(0.5, 1, 16, dtype=k.dtype))
+        return F.scaled_dot_product_attention(q, self.last, v), before
+
+
+@pytest.mark.parametrize("functional", [True, False], ids=["functional", "raw"])
+@torch.no_grad()
+def test_a_buffer_that_ends_as_it_began(functional: bool) -> None:
+    """Were it left rotated, the next call would read that where it had plain contents."""
+    model, x = randomize_(Overwrites().double()), torch.randn(2, 5, 32, dtype=torch.float64)
+    ep = export(model, (x,))
+    program = RotationPass(seed=1, strict=True)(ep.run_decompositions({}) if functional else ep)
+    module, eager = copy.deepcopy(program).module(), copy.deepcopy(model)
+    for scale in (1, 2, 3):
+        equal(module(x * scale), eager(x * scale))
+
+
 @torch.no_grad()
 def test_other_mutated_buffers() -> None:
     """A counter and a batch norm keep their state."""
