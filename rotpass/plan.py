@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from rotpass import _torch
 from rotpass.capture import Capture
+from rotpass.recipe import Recipe
 from rotpass.report import Site
 from rotpass.rewrite.fold import Fold
 
@@ -77,17 +78,51 @@ def names_by_storage(*homes: dict[str, Any]) -> dict[int, list[tuple[dict[str, A
     return names
 
 
-def read(capture: Capture) -> None:
-    """Notes in a program's capture what its plans say (a folded submodule has one under its own name)."""
+def read(capture: Capture) -> list[Site]:
+    """Notes in a program's capture what its plans say (a folded submodule has one under its own name).
+
+    Returns:
+        The sites of the plans.
+    """
     plans = {}
     for node, name in capture.names.items():
-        prefix, _, last = name.rpartition(BUFFER)
-        if _ == BUFFER and not last and (not prefix or prefix.endswith(".")):
-            plans[prefix] = Plan.from_tensor(capture.values[node])
+        if name == BUFFER or name.endswith("." + BUFFER):
+            tensor = capture.values[node]
+            if not tensor.is_meta:  # meta weights are in no danger
+                plans[name.removesuffix(BUFFER)] = Plan.from_tensor(tensor)
+    planned = []
     for prefix, plan in plans.items():
         folded = {prefix + name for name, _ in plan.folds}
         capture.folded |= {node for node, name in capture.names.items() if name in folded}
-        capture.already |= {(site.kind, prefix + site.where) for site in plan.sites}
+        planned += [dataclasses.replace(site, where=(prefix + site.where).rstrip(".")) for site in plan.sites]
+    capture.already |= {(site.kind, site.where) for site in planned}
+    return planned
+
+
+def unmatched(capture: Capture, recipe: Recipe, planned: list[Site], sites: list[Site]) -> list[Site]:
+    """``sites`` and, in their place, the planned R4 sites that no matcher sees, as in a quantized program.
+
+    Raises:
+        RuntimeError: the online half of one is missing from the graph.
+    """
+    result, seen = list(sites), {(site.kind, site.where) for site in sites}
+    online = {
+        capture.where(node)
+        for node in capture.gm.graph.find_nodes(op="call_function", target=torch.ops.rotpass.hadamard.default)
+    }
+    before: set[tuple[str, str]] = set()
+    for site in planned:
+        key = site.kind, site.where
+        if key not in seen and site.kind == "r4" and recipe.r4 and recipe.includes(site.where):
+            if site.where not in online:
+                raise RuntimeError(
+                    f"the weight of {site.where!r} was folded by rotpass, but its online rotation is missing from the "
+                    "graph: a module that was swapped lost its forward pre-hook; fold again after the swap"
+                )
+            at = max((i + 1 for i, s in enumerate(result) if (s.kind, s.where) in before), default=0)
+            result.insert(at, dataclasses.replace(site, status="already"))
+        before.add(key)
+    return result
 
 
 def register(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Iterable
 from typing import Any
 
 from rotpass.hadamard import largest_block
@@ -15,8 +16,8 @@ QUANTIZERS = (None, 8, 4, 3, 2, "fp8")
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
-    # bool is an int: True must not pass for a number of bits.
-    if isinstance(value, bool) or value not in allowed:
+    # True and 4.0 equal numbers of bits, and are none.
+    if isinstance(value, (bool, float)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -103,9 +104,10 @@ class Recipe:
             if isinstance(value, str):
                 value = (value,)
             if value is not None:
-                value = tuple(value)
-                if not all(isinstance(pattern, str) for pattern in value):
+                patterns = tuple(value) if isinstance(value, Iterable) else (value,)
+                if not all(isinstance(pattern, str) for pattern in patterns):
                     raise TypeError(f"Recipe.{name} must be shell patterns; got {value!r}")
+                value = patterns
                 object.__setattr__(self, name, value)
         if self.fake_quant is not None and not isinstance(self.fake_quant, FakeQuant):
             raise TypeError(f"Recipe.fake_quant must be a rotpass.FakeQuant or None; got {self.fake_quant!r}")

@@ -93,7 +93,8 @@ def install(model: nn.Module, made: plan.Plan, tensors: list[tuple[Tensor, Tenso
     """Makes ``model`` a folded module."""
     _write(tensors)
     device = tensors[0][0].device if tensors else torch.device("cpu")
-    model.register_buffer(plan.BUFFER, made.to_tensor().to(device))
+    with _torch.plain_state(device):
+        model.register_buffer(plan.BUFFER, made.to_tensor().to(device))
     hooked = set()
     for where, size, table, seed in made.hooks:
         module = model.get_submodule(where)
@@ -160,3 +161,4 @@ def _write(tensors: list[tuple[Tensor, Tensor]]) -> None:
         # Switching inference mode off switches gradients on.
         with _torch.plain_state(tensor.device), torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(new)
+    torch.clear_autocast_cache()  # it holds casts of the weights until the user's autocast block ends

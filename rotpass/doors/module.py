@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import threading
@@ -29,7 +30,21 @@ from rotpass.recipe import Recipe, as_recipe
 from rotpass.report import Report, check
 from rotpass.rewrite import Fold, rotate
 
+_alone = threading.RLock()
 
+
+def _one_at_a_time(door: Any) -> Any:
+    """While torch.export runs, it changes what other threads would trace and compute."""
+
+    @functools.wraps(door)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _alone:
+            return door(*args, **kwargs)
+
+    return run
+
+
+@_one_at_a_time
 def explain(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -47,10 +62,13 @@ def explain(
     recipe = as_recipe(recipe, recipe_fields)
     model = _uncompiled(model)
     _, capture = _capture(model, args, kwargs, dynamic_shapes)
-    plan.read(capture)
-    return Report(rotate(capture, recipe, Door(extra_inputs=True), strict=strict).sites)
+    planned = plan.read(capture)
+    plan.look_up(capture)
+    rotated = rotate(capture, recipe, Door(extra_inputs=True), strict=strict)
+    return Report(plan.unmatched(capture, recipe, planned, rotated.sites))
 
 
+@_one_at_a_time
 def fold_(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -100,6 +118,7 @@ def fold_(
     return Report(sites)
 
 
+@_one_at_a_time
 def unfold_(model: nn.Module) -> nn.Module:
     """Takes :func:`fold_` back, to the precision of the weights' dtype; a folded submodule is unfolded too.
 
@@ -177,10 +196,9 @@ def _capture(
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module; got {type(model).__name__}")
     try:
-        with _exporting:
-            ep = torch.export.export(
-                _to_export(model), tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-            )
+        ep = torch.export.export(
+            _to_export(model), tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+        )
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise RuntimeError(
@@ -190,9 +208,6 @@ def _capture(
     capture.root = "model"
     capture.names = {node: name.removeprefix("model.") for node, name in capture.names.items()}
     return ep, capture
-
-
-_exporting = threading.Lock()  # torch.export patches globals while it runs
 
 
 # "present" alone, not in "representation".
