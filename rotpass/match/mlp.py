@@ -68,7 +68,6 @@ def match_mlp(node: Node) -> Mlp | None:
 def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
     """(projections met, whether an activation was, whether two values were multiplied); None for anything else."""
     sources: dict[Node, Projection] = {}
-    activated = gated = False
     seen, todo = set(), [start]
     while todo:
         node = todo.pop()
@@ -88,10 +87,12 @@ def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
             and node.target is not operator.getitem
         ):
             return None
-        activated |= node.target in ACTIVATIONS
-        gated |= node.target in (aten.mul.Tensor, aten.mul_.Tensor) and _is_gate(node)
         todo.extend(node.all_input_nodes)
-    return (list(sources.values()), activated, gated) if sources else None
+    if not sources:
+        return None
+    # Only now, when projections bound what is above: a residual stream would lead through all layers before.
+    gated = any(node.target in (aten.mul.Tensor, aten.mul_.Tensor) and _is_gate(node) for node in seen)
+    return list(sources.values()), any(node.target in ACTIVATIONS for node in seen), gated
 
 
 def _is_gate(node: Node) -> bool:
