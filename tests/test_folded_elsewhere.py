@@ -53,7 +53,7 @@ def test_compiled_before(backend: str, how: str) -> None:
     call = compiled(model, how, BACKENDS[backend])
     assert error(call(ids), expected) < 1e-12
     recipes = [{"seed": 3}, {"seed": 4}]
-    if how == "function":
+    if backend == "aot_eager":
         recipes += [{"r4": False}, {"v": False, "block_size": 16}]
     for recipe in recipes:
         fold_(model, (ids,), **recipe)
@@ -129,7 +129,7 @@ def test_compiled_after(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
 def test_export_save_load_rotate(name: str, tmp_path) -> None:
-    model, ids = make(name), tokens()
+    model, ids = make(name, layers=1), tokens()
     expected = model(ids)
     fold_(model, (ids,), seed=8)
     torch.export.save(torch.export.export(model, (ids,)), tmp_path / "model.pt2")
@@ -138,8 +138,8 @@ def test_export_save_load_rotate(name: str, tmp_path) -> None:
     rotate = RotationPass()
     rotated = rotate(ep)
     assert kinds(rotate.report) == ALREADY
-    assert rotate.report.counts == {"r3": 2, "v": 2, "r4": 2}
-    assert hadamards(ep.graph) == 2 and hadamards(rotated.graph) == 2 + 2 * 2
+    assert rotate.report.counts == {"r3": 1, "v": 1, "r4": 1}
+    assert hadamards(ep.graph) == 1 and hadamards(rotated.graph) == 1 + 2
     assert all(
         torch.equal(rotated.state_dict[name], ep.state_dict[name]) for name in ep.state_dict if "plan" not in name
     )
@@ -216,7 +216,7 @@ def swap(model: nn.Module) -> None:
 @pytest.mark.parametrize("harm", [lose_hook, swap])
 @torch.no_grad()
 def test_a_plan_whose_online_half_is_missing(harm) -> None:
-    model, ids = make("llama"), tokens()
+    model, ids = make("llama", layers=1), tokens()
     fold_(model, (ids,))
     harm(model)
     sentence = r"layers\.0\.mlp\.down_proj.*lost its forward pre-hook"
@@ -232,9 +232,9 @@ def test_a_plan_whose_online_half_is_missing(harm) -> None:
 
 @torch.no_grad()
 def test_a_folded_model_that_was_cut_harms_no_other() -> None:
-    model, other, ids = make("llama"), make("llama", seed=3), tokens()
+    model, other, ids = make("llama", layers=1), make("llama", layers=1, seed=3), tokens()
     fold_(model, (ids,))
-    model.layers = model.layers[:1]
+    model.layers = model.layers[:0]
     expected = other(ids)
     assert error(torch.compile(other, backend=BACKENDS["rotpass"])(ids), expected) < 1e-12
     fold_(other, (ids,))
@@ -431,7 +431,7 @@ def test_an_export_that_fails_leaves_the_model() -> None:
 
 
 def test_what_fold_refuses_to_do() -> None:
-    model, ids = make("llama"), tokens()
+    model, ids = make("llama", layers=1), tokens()
     before, marked = state(model), marks(model)
     for fields in ({"counter": "online"}, {"fake_quant": rotpass.FakeQuant(k=4)}):
         with pytest.raises(ValueError, match="fold_ puts counter-rotations into weights"):
@@ -474,8 +474,8 @@ def test_explain_says_what_the_compile_door_does() -> None:
 
 def test_explain_on_meta() -> None:
     with torch.device("meta"):
-        model = make("llama").to("meta")
-    assert explain(model, (tokens().to("meta"),)).counts == {"r3": 2, "v": 2, "r4": 2}
+        model = make("llama", layers=1).to("meta")
+    assert explain(model, (tokens().to("meta"),)).counts == {"r3": 1, "v": 1, "r4": 1}
     with pytest.raises(ValueError, match="strict"):
         explain(model, (tokens().to("meta"),), block_size=256, strict=True)
     fold_(model, (tokens().to("meta"),))

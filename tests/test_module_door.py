@@ -243,7 +243,7 @@ def test_a_forward_wrapped_after_folding_stays() -> None:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies_are_folded_models(how: str, tmp_path) -> None:
-    model, ids = make("llama"), tokens()
+    model, ids = make("llama", layers=1), tokens()
     expected = model(ids)
     fold_(model, (ids,), seed=2)
     if how == "deepcopy":
@@ -306,24 +306,24 @@ def test_garbage_collection() -> None:
 
 
 def test_state_dict_round_trip(tmp_path) -> None:
-    model, ids = make("llama", seed=1), tokens()
+    model, ids = make("llama", layers=1, seed=1), tokens()
     expected = model(ids)
     fold_(model, (ids,), seed=9)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     loaded = torch.load(tmp_path / "weights.pt", weights_only=True)
-    second = make("llama", seed=2)
+    second = make("llama", layers=1, seed=2)
     with pytest.raises(RuntimeError, match="rotpass_plan"):
         copy.deepcopy(second).load_state_dict(loaded)
     fold_(second, (ids,), seed=9)
     second.load_state_dict(loaded)
     assert error(second(ids), expected) < 1e-12
     assert error(unfold_(second)(ids), expected) < 1e-12
-    second.load_state_dict(state(make("llama", seed=1)))
+    second.load_state_dict(state(make("llama", layers=1, seed=1)))
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_weights_that_do_not_fit_the_hooks_are_not_loaded(strict: bool) -> None:
-    model, other, ids = make("llama", seed=1), make("llama", seed=2), tokens()
+    model, other, ids = make("llama", layers=1, seed=1), make("llama", layers=1, seed=2), tokens()
     plain = state(other)
     fold_(other, (ids,), seed=4)
     fold_(model, (ids,), seed=3)
