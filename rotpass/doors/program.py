@@ -47,9 +47,9 @@ class RotationPass:
         if not isinstance(ep, ExportedProgram):
             raise TypeError(f"RotationPass takes an ExportedProgram; got {type(ep).__name__}")
         capture = from_program(ep)
-        plan.read(capture)
+        planned = plan.read(capture)
         rotated = rotate(capture, self.recipe, Door(), strict=self.strict)
-        self.report = Report(rotated.sites)
+        self.report = Report(plan.unmatched(capture, self.recipe, planned, rotated.sites))
         return _assemble(ep, rotated)
 
 

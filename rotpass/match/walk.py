@@ -159,8 +159,9 @@ def _index(node: Node, size: int) -> list[Node] | None:
 
 
 def _cat(node: Node, size: int) -> list[Node] | None:
-    tensors = list(node.args[0])
-    return tensors if all(_whole(t, size) and _rank(t) == _rank(node) for t in tensors) else None
+    # What is empty and flat takes part in any cat and adds nothing (a DynamicCache begins so).
+    tensors = [t for t in node.args[0] if tuple(value(t).shape) != (0,)]
+    return tensors if tensors and all(_whole(t, size) and _rank(t) == _rank(node) for t in tensors) else None
 
 
 def _stack(node: Node, size: int) -> list[Node] | None:
