@@ -235,3 +235,15 @@ def record_call(op: str, target: Any, args: Any, kwargs: Any, result: Any) -> An
     args, kwargs = torch.utils._pytree.tree_map(proxy, (args, kwargs))
     recorded = tracer.create_proxy(op, target, args, kwargs)
     return track_tensor_tree(result, recorded, constant=None, tracer=tracer)
+
+
+def static_int(size: int | torch.SymInt) -> int | None:
+    """A size that is one number whatever the inputs, a symbol specialised to it included; None for others."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()  # SymNode: 2.1-2.14
+
+
+def constant_source(name: str) -> Any:
+    """A source for a constant of a graph, which AOTAutograd wants for every buffer of it (2.1-2.14)."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)

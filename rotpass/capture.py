@@ -94,7 +94,9 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
         traced = make_fx(_Retracer(gm).run, pre_dispatch=True)(*inputs)
     traced.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
-        traced._param_name_to_source = gm._param_name_to_source
+        # What make_fx lifts out of `torch.tensor(2.0)` is a buffer of the new graph.
+        constants = {name: _torch.constant_source(name) for name, _ in traced.named_buffers()}
+        traced._param_name_to_source = {**constants, **gm._param_name_to_source}
     sources = {}
     after = traced.graph.find_nodes(op="placeholder")
     for old, new in zip(before, after):

@@ -19,6 +19,7 @@ from rotpass.capture import Capture
 from rotpass.match.alias import Aliases
 from rotpass.match.caches import CACHE_WRITES, ZEROS
 from rotpass.match.edits import After, Before, Content, Crossing, FoldPoint, Leaf, Rotation
+from rotpass.match.projection import projection
 from rotpass.match.rows import fold_point
 from rotpass.match.walk import carriers, is_floating, last_dim, users, value
 
@@ -104,6 +105,19 @@ class Lift:
             todo.extend(_sources(node, carried.rotation.size) or [])
             for write in self._aliases.writes(node):
                 todo.extend(write.args[:1])
+        return next((cache for node in rotated if outputs and (cache := self._cache_like(node)) is not None), None)
+
+    def _cache_like(self, node: Node) -> Node | None:
+        """An input of the shape of a cache for ``node`` that it is made of by operators that no table knows."""
+        todo, seen = [node], set()
+        while todo:
+            above = todo.pop()
+            if above in seen or projection(above) is not None:
+                continue
+            seen.add(above)
+            if self._is_outside(above) and is_floating(above) and _differ_in_length(value(above), value(node)):
+                return above
+            todo.extend(above.all_input_nodes)
         return None
 
     # The search. `through` holds the operators of several carriers (cat, cache writes) that the climb has gone through:
@@ -242,6 +256,12 @@ def _sources(node: Node, size: int) -> list[Node] | None:
     """The inputs by which a transparent operator or a cache write carries the rotation."""
     write = CACHE_WRITES.get(node.target) if node.op == "call_function" else None
     return write(node, size) if write else carriers(node, size)
+
+
+def _differ_in_length(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two shapes are equal but for one axis, and end in the same length."""
+    pairs = [(size_hint(m), size_hint(n)) for m, n in zip(a.shape, b.shape)]
+    return a.dim() == b.dim() and pairs[-1][0] == pairs[-1][1] and sum(m != n for m, n in pairs) <= 1
 
 
 def _cheaper(preferred: Plan | None, other: Plan | None) -> Plan | None:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from rotpass import _torch
+
 aten = torch.ops.aten
 
 FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -34,9 +36,9 @@ def last_dim(node: Node) -> int | None:
     v = value(node)
     if isinstance(v, (tuple, list)):
         v = v[0] if v else None
-    if not isinstance(v, torch.Tensor) or v.dim() == 0 or not isinstance(v.shape[-1], int):
+    if not isinstance(v, torch.Tensor) or v.dim() == 0:
         return None
-    return v.shape[-1]
+    return _torch.static_int(v.shape[-1])
 
 
 def is_floating(node: Node) -> bool:
