@@ -93,6 +93,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"Recipe.{name} must be an integer or None; got {value!r}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"Recipe.seed must fit in 64 bits; got {self.seed}")
         if self.block_size is not None and (
             self.block_size < 2 or largest_block(self.block_size, table=self.table) != self.block_size
         ):

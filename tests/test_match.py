@@ -934,3 +934,36 @@ def test_a_cache_that_two_attentions_read(window: str) -> None:
     outcome = rotate(Model())
     assert len(outcome.rotations) == 3  # two queries and the new keys
     assert len(compiles_alike(Model()).rotated) == 4
+
+
+@pytest.mark.parametrize("update", ["where", "index_add", "index_copy"])
+def test_a_rotated_cache_is_never_mixed(update: str) -> None:
+    """An update that rotpass cannot follow is an error under cache="rotated", never a rotation of the whole cache."""
+
+    class Model(Attention):
+        def forward(self, x, keys, values, at):
+            q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+            keys, values = self.put(keys, k, at), self.put(values, v, at)
+            return self.out(self.attend(q, keys, values)), keys, values
+
+        def put(self, cache, new, at):
+            if update == "where":
+                return torch.where((torch.arange(cache.shape[2]) == at)[:, None], new, cache)
+            return getattr(cache, update)(2, at, new)
+
+    empty = torch.zeros(2, HEADS, 8, WIDTH, dtype=torch.float64)
+    args = x_of(1), empty, empty.clone(), torch.tensor([3])
+    program = export(randomize_(Model().double().eval()), args)
+    if update == "index_copy":
+        RotationPass(cache="rotated")(program)
+    else:
+        with pytest.raises(ValueError, match="cannot be rotated"):
+            RotationPass(cache="rotated")(program)
+
+
+@torch.no_grad()
+def test_a_literal_under_aot_autograd() -> None:
+    model, x = randomize_(Mlp().double().eval()), x_of()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model(x) * torch.tensor(2.0), backend=rotpass.backend(inner="aot_eager"))
+    equal(compiled(x), model(x) * 2)

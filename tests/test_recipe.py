@@ -107,3 +107,9 @@ def test_as_recipe() -> None:
         as_recipe("llama", {})
     with pytest.raises(TypeError, match="recipe must be a rotpass.Recipe"):
         as_recipe({}, {})
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**80])
+def test_a_seed_beyond_64_bits(seed):
+    with pytest.raises(ValueError, match="must fit in 64 bits"):
+        Recipe(seed=seed)

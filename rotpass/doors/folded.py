@@ -18,9 +18,9 @@ class OnlineRotation:
     def __init__(self, size: int, table: str, seed: int | None) -> None:
         self.size, self.table, self.seed = size, table, seed
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None:  # a tool that copied the hook (quantize_dynamic) has forgotten with_kwargs
+            return (self._rotate(args[0]), *args[1:])
         if args:
             return (self._rotate(args[0]), *args[1:]), kwargs
         name, x = next(iter(kwargs.items()))
