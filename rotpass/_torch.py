@@ -55,6 +55,23 @@ def plain_state(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """No saved-tensor hook of the caller (``checkpoint``, ``save_on_cpu``) sees what is traced inside."""
+    # 2.5-2.14, as AOTAutograd does it.
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
+
+def is_functorch(target: Any) -> bool:
+    """Whether a call in Dynamo's graph is one of those around which ``torch.func`` transforms (2.11-2.14)."""
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad"))
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A size as a plain number: a symbolic one's value in the inputs that were traced, 2 where it has none."""
     # 2.1-2.14; reading the hint adds no guard, as int() would. Unbacked symbols have none.

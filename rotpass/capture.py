@@ -38,6 +38,7 @@ class Capture:
         folded: placeholders whose weights were folded before (``fold_``), so that their other half must be there too.
         already: (kind, where) of the sites that an earlier pass rotated.
         root: what module paths in ``nn_module_stack`` begin with.
+        sources: placeholder -> how Dynamo spells where it comes from.
     """
 
     gm: GraphModule
@@ -48,12 +49,19 @@ class Capture:
     folded: set[Node] = dataclasses.field(default_factory=set)
     already: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     root: str = ""
+    sources: dict[Node, str] = dataclasses.field(default_factory=dict)
 
     def where(self, node: Node) -> str:
         """Path of the module that a node was called in, as the state dict spells it; "" for the root."""
         stack = node.meta.get("nn_module_stack") or {}
         path = next(reversed(stack.values()), ("", None))[0]
         return _below(self.root, _spell(path))
+
+    def label(self, node: Node) -> str:
+        """A placeholder, or another node, as a user would call it."""
+        if node in self.names:
+            return self.names[node]
+        return re.sub(r"[LG]\['(\w+)'\]", r"\1", self.sources.get(node, node.name))
 
 
 def from_program(ep: ExportedProgram) -> Capture:
@@ -87,10 +95,15 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
 
     Parameters and buffers are read from the real example inputs. All that Inductor reads of the graph and its placeholders
     (static inputs, sources) is put back, so that the result can be compiled in place of ``gm``.
+
+    Raises:
+        NotImplementedError: the graph holds what has no form in ATen, or none that a rotation could stand in.
     """
+    if any(_torch.is_functorch(node.target) for node in gm.graph.nodes if node.op == "call_function"):
+        raise NotImplementedError("torch.func transforms (vmap, grad, jvp, ...) inside the graph")
     before = gm.graph.find_nodes(op="placeholder")
     inputs, mode = _fake_inputs(before, example_inputs)
-    with mode, preserve_node_meta():
+    with mode, preserve_node_meta(), _torch.no_saved_tensor_hooks():
         traced = make_fx(_Retracer(gm).run, pre_dispatch=True)(*inputs)
     traced.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
@@ -115,7 +128,7 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     roots = {_root(sources[node]) for node in values if node in sources}
     root = roots.pop() if len(roots) == 1 else ""
     names = {node: _below(root, _spell(sources[node])) for node in values if node in sources}
-    return Capture(traced, values, names, root=root)
+    return Capture(traced, values, names, root=root, sources=sources)
 
 
 class _Retracer(Interpreter):

@@ -12,6 +12,7 @@ from small import TOLERANCE, Counting, Mlp, Model, agree
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rotpass
 from rotpass.doors.compile import Backend, backend, from_options
@@ -268,6 +269,40 @@ def test_graph_that_cannot_be_traced_again_runs_as_it_is(monkeypatch: pytest.Mon
     for fields in ({"strict": True}, {"cache": "rotated"}):
         with pytest.raises(Exception, match="this operator"):
             torch.compile(model, backend=backend(inner="eager", **fields))(x)
+
+
+TRANSFORMS = {
+    "vmap": lambda f: torch.vmap(f),
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum()),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(lambda x: f(x).sum())),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "jacrev": lambda f: torch.func.jacrev(lambda x: f(x).sum((0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_transforms_inside_a_graph_leave_it_as_it_is(name: str, x: torch.Tensor) -> None:
+    transformed, made = TRANSFORMS[name](Mlp()), backend(inner=Counting())
+    with pytest.warns(UserWarning, match=r"cannot be traced to ATen: .*torch.func transforms"):
+        found = torch.compile(transformed, backend=made)(x)
+    torch.testing.assert_close(found, transformed(x), **TOLERANCE)
+    assert made.report.sites == [] and len(made.report.notes) == 1
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu"])
+def test_saved_tensor_hooks_of_the_caller_do_not_see_the_compilation(around: str, x: torch.Tensor) -> None:
+    model, made = Mlp(), backend(inner=Counting())
+    compiled = torch.compile(model, backend=made)
+    if around == "checkpoint":
+        y = checkpoint(compiled, x, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            y = compiled(x)
+    found = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(
+        found, torch.autograd.grad(model(x).square().sum(), list(model.parameters())), **TOLERANCE
+    )
+    assert made.report.counts["r4"] == 1
 
 
 def test_shared_and_tied_weights(x: torch.Tensor) -> None:

@@ -220,6 +220,22 @@ class Reads(Past):
         return *super().forward(x, past_k, past_v), past_k.mean()
 
 
+class Unknown(Past):
+    """An update that no table knows."""
+
+    def forward(self, x, past_k, past_v):
+        q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+        past_k = torch.where(torch.arange(past_k.shape[2])[:, None] == 1, k[:, :, :1], past_k)
+        return self.out(self.attend(q, past_k, v)), past_k
+
+
+class Scatter(Past):
+    def forward(self, x, past_k, past_v):
+        q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+        past_k.masked_scatter_(torch.ones(2, HEADS, 4, 1, dtype=torch.bool), k)
+        return self.out(self.attend(q, past_k, past_v))
+
+
 class Narrow(Past):
     """Head vectors that no matrix fits."""
 
@@ -239,6 +255,8 @@ class Narrow(Past):
             Reads,
             "the keys of the model cross the graph's boundary at 'past_k' and cannot be rotated: something else reads",
         ),
+        (Unknown, "at 'past_k' and cannot be rotated: rotpass does not know how aten.where.self updates it"),
+        (Scatter, "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter_.default writes it"),
         (Narrow, "cross the graph's boundary at '.*' and cannot be rotated: head_dim 6 has no Hadamard matrix"),
     ],
 )
@@ -253,8 +271,37 @@ def test_a_cache_that_must_be_rotated_and_cannot(model: type[Past], why: str, st
     assert str(ep.graph) == text
     torch._dynamo.reset()
     compiled = torch.compile(randomize_(model().double()), backend=rotpass.backend(inner="eager", cache="rotated"))
-    with pytest.raises(Exception, match='cache="rotated"'), torch.no_grad():
+    with pytest.raises(Exception, match=f'cache="rotated": .*{why}'), torch.no_grad():
         compiled(x_of(), *caches)
+    torch._dynamo.reset()
+
+
+class Sliding(Past):
+    """Keeps the last four tokens; the attention reads all, or no more than it keeps."""
+
+    def __init__(self, reads_all: bool) -> None:
+        super().__init__()
+        self.reads_all = reads_all
+
+    def forward(self, x, past_k, past_v):
+        q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+        k, v = torch.cat((past_k, k * torch.linspace(0.5, 1, WIDTH, dtype=k.dtype)), 2), torch.cat((past_v, v), 2)
+        kept = k[:, :, -4:], v[:, :, -4:]
+        return self.out(self.attend(q, *((k, v) if self.reads_all else kept))), *kept
+
+
+@pytest.mark.parametrize("reads_all", [True, False])
+@pytest.mark.parametrize("length, new", [(0, 7), (2, 1), (2, 7), (4, 1), (4, 7)])
+def test_a_sliding_window_is_rotated_however_long_what_is_new(length: int, new: int, reads_all: bool) -> None:
+    """Rotating what the attention reads would move fewer bytes, and leave the cache as it was."""
+    torch._dynamo.reset()
+    model, x = randomize_(Sliding(reads_all).double()), torch.randn(2, new, HIDDEN, dtype=torch.float64)
+    k, v = (torch.randn(2, HEADS, length, WIDTH, dtype=torch.float64) for _ in range(2))
+    r = rotation_matrix(WIDTH)
+    with torch.no_grad():
+        y, k2, v2 = model(x, k, v)
+        compiled = torch.compile(model, backend=rotpass.backend(inner="eager", cache="rotated", strict=True))
+        equal(compiled(x, k @ r.T, v @ r.T), (y, k2 @ r.T, v2 @ r.T))
     torch._dynamo.reset()
 
 

@@ -122,7 +122,8 @@ class Backend:
         placeholders = captured.gm.graph.find_nodes(op="placeholder")
         plain = [_torch.is_plain(captured.values.get(node)) for node in placeholders]
         marker = plain.index(True) if True in plain else None
-        rotated = rotate(captured, self.recipe, Door(extra_inputs=True, trains=trains), strict=self.strict)
+        with _torch.no_saved_tensor_hooks():
+            rotated = rotate(captured, self.recipe, Door(extra_inputs=True, trains=trains), strict=self.strict)
         assert not rotated.contents, "no buffer is internal to a graph of torch.compile"
         record = Record(_torch.current_frame(), weights, rotated.sites, _notes(rotated, trains))
         _torch.trace_artifact("rotpass_report", lambda: str(Report(rotated.sites, record.notes)))

@@ -100,12 +100,31 @@ class Lift:
                 continue
             seen.add(node)
             leaves = any(u.op == "output" for u in node.users) and node not in self._capture.internal_outputs
-            if self._is_outside(node) or outputs and leaves and node not in rotated:
+            if self._is_outside(node):
                 return node
+            if outputs and leaves and node not in rotated:
+                return self._cache_like(node) or node
             todo.extend(_sources(node, carried.rotation.size) or [])
             for write in self._aliases.writes(node):
                 todo.extend(write.args[:1])
         return next((cache for node in rotated if outputs and (cache := self._cache_like(node)) is not None), None)
+
+    def why_plain(self, cache: Node, user: Node, position: int, carried: Carried) -> str:
+        """Why ``cache``, which a sink reads, cannot be rotated."""
+        for write in self._aliases.writes(cache):
+            if write.target not in CACHE_WRITES:
+                return f"rotpass does not know how {write.target} writes it"
+        todo, seen = [user.args[position]], set()
+        while todo:
+            node = todo.pop()
+            if node is cache or node in seen or projection(node) is not None:
+                continue
+            seen.add(node)
+            above = _sources(node, carried.rotation.size)
+            if above is None and self._cache_like(node) is cache:
+                return f"rotpass does not know how {node.target} updates it"
+            todo.extend(above or ())
+        return "something else reads them too"
 
     def _cache_like(self, node: Node) -> Node | None:
         """An input of the shape of a cache for ``node`` that it is made of by operators that no table knows."""
@@ -129,7 +148,7 @@ class Lift:
         if not self._exclusive(node, carried, through | writes):
             return None
         size = carried.rotation.size
-        here = self._here(node, size)
+        here = self._here(node, carried)
         if writes:
             return _cheaper(self._cache(node, carried, through), here)
         if node.target in ZEROS:
@@ -154,11 +173,13 @@ class Lift:
         leaves = tuple(dict.fromkeys(leaf for plan in plans for leaf in plan.leaves))
         return Plan(sum(plan.cost for plan in plans), leaves, frozenset().union(*(plan.buffers for plan in plans)))
 
-    def _here(self, node: Node, size: int) -> Plan | None:
-        """Rotating right after ``node``."""
-        if not is_floating(node) or (last_dim(node) or 1) % size or not self._aliases.settled(node):
+    def _here(self, node: Node, carried: Carried) -> Plan | None:
+        """Rotating right after ``node``; not below a cache whose contents are to be rotated, however cheap that is."""
+        if not is_floating(node) or (last_dim(node) or 1) % carried.rotation.size or not self._aliases.settled(node):
             return None
-        return Plan(self._bytes(node), (After(node),))
+        plan = Plan(self._bytes(node), (After(node),))
+        caches_are_rotated = carried.crosses and self._own_caches is None
+        return None if caches_are_rotated and self.crosses(plan, carried) is not None else plan
 
     def _cache(self, node: Node, carried: Carried, through: frozenset[Node]) -> Plan | None:
         """Rotating a buffer by rotating all that is ever written to it."""

@@ -197,14 +197,16 @@ class _Matcher:
             carried = Carried(Rotation(_head_dim(attention, kind) or 1, "default", None), False, None, False, True)
             self._check_crossing(attention, role, Plan(0, (Before(attention.node, position),)), carried, reason)
 
-    def _check_crossing(self, attention: Attention, role: str, plan: Plan, carried: Carried, reason: str) -> None:
+    def _check_crossing(self, attention: Attention, role: str, plan: Plan, carried: Carried, reason: str = "") -> None:
         """Mixed contents of a cache are silent garbage: with ``cache="rotated"`` they are an error."""
         if self._recipe.cache == "rotated" and role != "q" and (cache := self._lift.crosses(plan, carried)) is not None:
             where = self._capture.where(attention.node) or "the model"
             what = "keys" if role == "k" else "values"
+            position = getattr(attention.roles, role)
+            reason = reason or self._lift.why_plain(cache, attention.node, position, carried)
             raise ValueError(
-                f'cache="rotated": the {what} of {where} cross the graph\'s boundary at {cache.name!r} '
-                f"and cannot be rotated: {reason}"
+                f'cache="rotated": the {what} of {where} cross the graph\'s boundary at '
+                f"{self._capture.label(cache)!r} and cannot be rotated: {reason}"
             )
 
     def _plan(self, attention: Attention, role: str) -> tuple[Plan, list[Edit]]:
@@ -214,7 +216,7 @@ class _Matcher:
         plan, new = self._lift.plan(attention.node, position)
         if not new:
             return plan, []
-        self._check_crossing(attention, role, plan, carried, "something else reads them too")
+        self._check_crossing(attention, role, plan, carried)
         edits: list[Edit] = []
         for leaf in plan.leaves:
             if isinstance(leaf, (After, Before)):
