@@ -936,29 +936,99 @@ def test_a_cache_that_two_attentions_read(window: str) -> None:
     assert len(compiles_alike(Model()).rotated) == 4
 
 
-@pytest.mark.parametrize("update", ["where", "index_add", "index_copy"])
+UPDATES = {
+    "where": lambda cache, new, at: torch.where((torch.arange(cache.shape[2]) == at)[:, None], new, cache),
+    "index_copy": lambda cache, new, at: cache.index_copy(2, at, new),
+    "rolled": lambda cache, new, at: cache.copy_(cache.roll(-1, -2).index_copy_(2, torch.tensor([7]), new)),
+    "blank and where": lambda cache, new, at: torch.where(
+        (torch.arange(cache.shape[2]) == at)[:, None], new, cache.masked_fill(torch.arange(cache.shape[2])[:, None] > at, 0)
+    ),
+    # Those that nobody knows.
+    "index_add": lambda cache, new, at: cache.index_add(2, at, new),
+    "rolled and added": lambda cache, new, at: cache.copy_(cache.roll(-1, -2).index_add_(2, at, new)),
+    "where, by value": lambda cache, new, at: torch.where(cache < 0, new, cache),
+    "rolled inside vectors": lambda cache, new, at: cache.roll(1, -1).index_copy(2, at, new),
+    "rolled whole": lambda cache, new, at: cache.roll(1).index_copy(2, at, new),
+    "blank, not zero": lambda cache, new, at: cache.masked_fill(torch.tensor([True]), 0.5).index_copy(2, at, new),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
 def test_a_rotated_cache_is_never_mixed(update: str) -> None:
     """An update that rotpass cannot follow is an error under cache="rotated", never a rotation of the whole cache."""
 
     class Model(Attention):
         def forward(self, x, keys, values, at):
             q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
-            keys, values = self.put(keys, k, at), self.put(values, v, at)
+            keys, values = UPDATES[update](keys, k, at), UPDATES[update](values, v, at)
             return self.out(self.attend(q, keys, values)), keys, values
 
-        def put(self, cache, new, at):
-            if update == "where":
-                return torch.where((torch.arange(cache.shape[2]) == at)[:, None], new, cache)
-            return getattr(cache, update)(2, at, new)
-
-    empty = torch.zeros(2, HEADS, 8, WIDTH, dtype=torch.float64)
-    args = x_of(1), empty, empty.clone(), torch.tensor([3])
-    program = export(randomize_(Model().double().eval()), args)
-    if update == "index_copy":
-        RotationPass(cache="rotated")(program)
-    else:
-        with pytest.raises(ValueError, match="cannot be rotated"):
+    keys, values = (torch.randn(2, HEADS, 8, WIDTH, dtype=torch.float64) for _ in range(2))
+    args = x_of(1), keys, values, torch.tensor([3])
+    program = export(randomize_(Model().double().eval()), copy.deepcopy(args))
+    if list(UPDATES).index(update) > 3:
+        with pytest.raises(ValueError, match="cannot be rotated: rotpass does not know how aten"):
             RotationPass(cache="rotated")(program)
+        return
+    r = rotation_matrix(WIDTH)
+    after = RotationPass(cache="rotated", strict=True)(program).module()
+    y, keys2, values2 = program.module()(*copy.deepcopy(args))
+    equal(after(args[0], keys @ r.T, values @ r.T, args[3]), (y, keys2 @ r.T, values2 @ r.T))
+
+
+FILLS = {
+    "zeros": lambda new: new.new_zeros(2, HEADS, 3, WIDTH).copy_(new[:, :, -3:]),
+    "part of zeros": lambda new: torch.zeros(2, HEADS, 12, WIDTH, dtype=new.dtype).index_copy_(2, torch.arange(7), new),
+    "slice of zeros": lambda new: torch.cat([new, torch.zeros(2, HEADS, 3, WIDTH, dtype=new.dtype)], 2),
+    "itself": lambda new: new,
+    # Contents that cannot be told.
+    "ones": lambda new: torch.ones(2, HEADS, 12, WIDTH, dtype=new.dtype).index_copy_(2, torch.arange(7), new),
+}
+
+
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_cache_that_is_filled_beside_the_attention(fill: str) -> None:
+    """A prefill's attention reads the new keys themselves; what it leaves for later calls must be rotated as well."""
+
+    class Model(Attention):
+        def forward(self, x):
+            q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+            return self.out(self.attend(q, k, v)), FILLS[fill](k), FILLS[fill](v)
+
+    program = export(randomize_(Model().double().eval()), (x_of(7),))
+    if fill == "ones":
+        with pytest.raises(ValueError, match="cross the graph's boundary at .* and cannot be rotated"):
+            RotationPass(cache="rotated")(program)
+        return
+    y, keys, values = program.module()(x_of(7))
+    r = rotation_matrix(WIDTH)
+    after = RotationPass(cache="rotated", strict=True)(program).module()
+    equal(after(x_of(7)), (y, keys @ r.T, values @ r.T))
+    equal(RotationPass()(program).module()(x_of(7)), (y, keys, values))
+
+
+@pytest.mark.parametrize("update", ["index_copy_", "index_add_"])
+def test_a_cache_that_is_written_beside_the_attention(update: str) -> None:
+    class Model(Attention):
+        def forward(self, x, keys, values):
+            q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+            for cache, new in (keys, k), (values, v):
+                getattr(cache, update)(2, torch.arange(7), new)
+            return self.out(self.attend(q, k, v))
+
+    def blank():
+        return [torch.zeros(2, HEADS, 12, WIDTH, dtype=torch.float64) for _ in range(2)]
+
+    program = export(randomize_(Model().double().eval()), (x_of(7), *blank()))
+    if update == "index_add_":
+        with pytest.raises(ValueError, match="rotpass does not know how aten.index_add_.default writes it"):
+            RotationPass(cache="rotated")(program)
+        return
+    caches, rotated = blank(), blank()
+    y = program.module()(x_of(7), *caches)
+    after = RotationPass(cache="rotated", strict=True)(program).module()
+    equal(after(x_of(7), *rotated), y)
+    equal(rotated, [cache @ rotation_matrix(WIDTH).T for cache in caches])
 
 
 @torch.no_grad()

@@ -225,7 +225,7 @@ class Unknown(Past):
 
     def forward(self, x, past_k, past_v):
         q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
-        past_k = torch.where(torch.arange(past_k.shape[2])[:, None] == 1, k[:, :, :1], past_k)
+        past_k = past_k.masked_scatter(torch.ones(2, HEADS, 4, 1, dtype=torch.bool), k)
         return self.out(self.attend(q, past_k, v)), past_k
 
 
@@ -255,7 +255,7 @@ class Narrow(Past):
             Reads,
             "the keys of the model cross the graph's boundary at 'past_k' and cannot be rotated: something else reads",
         ),
-        (Unknown, "at 'past_k' and cannot be rotated: rotpass does not know how aten.where.self updates it"),
+        (Unknown, "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter.default updates it"),
         (Scatter, "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter_.default writes it"),
         (Narrow, "cross the graph's boundary at '.*' and cannot be rotated: head_dim 6 has no Hadamard matrix"),
     ],

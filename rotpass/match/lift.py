@@ -21,7 +21,7 @@ from rotpass.match.caches import CACHE_WRITES, ZEROS
 from rotpass.match.edits import After, Before, Content, Crossing, FoldPoint, Leaf, Rotation
 from rotpass.match.projection import projection
 from rotpass.match.rows import fold_point
-from rotpass.match.walk import carriers, is_floating, last_dim, users, value
+from rotpass.match.walk import carriers, disjoint, is_floating, last_dim, users, value
 
 aten = torch.ops.aten
 
@@ -93,21 +93,41 @@ class Lift:
         """
         rotated = [leaf.node for leaf in plan.leaves if isinstance(leaf, After)]  # for outputs too
         todo = [*rotated, *(leaf.user.args[leaf.position] for leaf in plan.leaves if isinstance(leaf, Before))]
-        seen: set[Node] = set()
+        below: dict[Node, Node | None] = dict.fromkeys(todo)
         while todo:
             node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            leaves = any(u.op == "output" for u in node.users) and node not in self._capture.internal_outputs
             if self._is_outside(node):
                 return node
-            if outputs and leaves and node not in rotated:
-                return self._cache_like(node) or node
-            todo.extend(_sources(node, carried.rotation.size) or [])
-            for write in self._aliases.writes(node):
-                todo.extend(write.args[:1])
+            if outputs and node not in rotated:
+                out = self._goes_out(node, below[node], carried.rotation.size, rotated)
+                if out is not None:
+                    return self._cache_like(out) or out
+            for above in (*(_sources(node, carried.rotation.size) or ()), *(w.args[0] for w in self._aliases.writes(node))):
+                if above not in below:
+                    below[above] = node
+                    todo.append(above)
         return next((cache for node in rotated if outputs and (cache := self._cache_like(node)) is not None), None)
+
+    def _goes_out(self, node: Node, part: Node | None, size: int, rotated: list[Node]) -> Node | None:
+        """Where a value can be seen outside the graph, without passing one of ``rotated``: a buffer or an output.
+
+        Of the value only ``part`` counts, and what goes out by way of it was looked at before.
+        """
+        todo, seen = [node], {*rotated, part, *(user for user in node.users if part and disjoint(user, part))}
+        while todo:
+            node = todo.pop()
+            for user in users(node):
+                if user.op == "output" and node not in self._capture.internal_outputs:
+                    return node
+                if user in seen or user.op == "output" or any(pair[0] is user for pair in self.sinks):
+                    continue
+                seen.add(user)
+                members = self._aliases.members(user) if user in self._aliases.writes(user) else []
+                if (buffer := next(filter(self._is_outside, members), None)) is not None:
+                    return buffer
+                if node in (_sources(user, size) or ()):
+                    todo.append(user)
+        return None
 
     def why_plain(self, cache: Node, user: Node, position: int, carried: Carried) -> str:
         """Why ``cache``, which a sink reads, cannot be rotated."""
@@ -184,14 +204,15 @@ class Lift:
     def _cache(self, node: Node, carried: Carried, through: frozenset[Node]) -> Plan | None:
         """Rotating a buffer by rotating all that is ever written to it."""
         size = carried.rotation.size
-        members, writes = self._aliases.members(node), self._aliases.writes(node)
+        members = self._buffers(node, size)
+        writes = [write for member in members for write in self._aliases.writes(member)]
         through = through | frozenset(writes)
         written: list[Node] = []
-        for write in writes:
-            sources = CACHE_WRITES[write.target](write, size) if write.target in CACHE_WRITES else None
+        for write in dict.fromkeys(writes):
+            sources = _written(write, size)
             if sources is None:
                 return None
-            written.extend(sources[1:])
+            written.extend(source for source in sources if source not in members)
         leaves: list[Leaf] = []
         for member in members:
             if not self._exclusive(member, carried, through):
@@ -207,6 +228,18 @@ class Lift:
         plan = self._all(written, carried, through)
         return plan and Plan(plan.cost, (*leaves, *plan.leaves), plan.buffers | frozenset(members))
 
+    def _buffers(self, node: Node, size: int) -> dict[Node, None]:
+        """The nodes of a buffer, and of those that are made of it and written back to it (a window that rolls)."""
+        members = dict.fromkeys(self._aliases.members(node))
+        todo = list(self._aliases.writes(node))
+        while todo:
+            for source in _written(todo.pop(), size) or []:
+                writes, nodes = self._aliases.writes(source), self._aliases.members(source)
+                if source not in members and writes and any(members.keys() & (carriers(n, size) or ()) for n in nodes):
+                    members |= dict.fromkeys(nodes)
+                    todo.extend(writes)
+        return members
+
     def _exclusive(self, node: Node, carried: Carried, through: frozenset[Node]) -> bool:
         """Whether all that reads ``node`` ends in sinks which want the same."""
         return all(self._agrees(user, node, carried, through) for user in users(node))
@@ -220,9 +253,23 @@ class Lift:
         if user.target is aten.copy.default and user.args[1] is not node:
             return True  # a functional copy takes nothing but the shape of what it stands for
         sources = _sources(user, carried.rotation.size)
-        if sources is None or node not in sources or (len(set(sources)) > 1 and user not in through):
+        if sources is None or node not in sources:
             return False
+        if user not in through and (others := [source for source in sources if source is not node]):
+            # Beside what the attention reads: a cache that is filled here, and read by later calls.
+            members = self._aliases.members(user)
+            through = through | {user, *self._aliases.writes(user)}
+            if not all(self._is_blank(other, carried) for other in others) or not all(
+                self._exclusive(other, carried, through) for other in {*others, *members} - {user}
+            ):
+                return False
         return self._exclusive(user, carried, through)
+
+    def _is_blank(self, node: Node, carried: Carried) -> bool:
+        """Whether what a cache holds before a write is rotated without doing anything for it: zeros, or the outside's."""
+        while (above := carriers(node, carried.rotation.size)) and len(above) == 1:
+            [node] = above
+        return node.target in ZEROS or self._is_outside(node) and self._may_cross(node, carried)
 
     def _may_cross(self, node: Node, carried: Carried) -> bool:
         return carried.crosses and (self._own_caches is None or node in self._own_caches)
@@ -277,6 +324,12 @@ def _sources(node: Node, size: int) -> list[Node] | None:
     """The inputs by which a transparent operator or a cache write carries the rotation."""
     write = CACHE_WRITES.get(node.target) if node.op == "call_function" else None
     return write(node, size) if write else carriers(node, size)
+
+
+def _written(write: Node, size: int) -> list[Node] | None:
+    """What a cache write puts into its buffer; None if it is none that rotpass knows."""
+    sources = CACHE_WRITES[write.target](write, size) if write.target in CACHE_WRITES else None
+    return None if sources is None else sources[1:]
 
 
 def _differ_in_length(a: torch.Tensor, b: torch.Tensor) -> bool:

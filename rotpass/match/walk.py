@@ -21,7 +21,11 @@ aten = torch.ops.aten
 FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 # Users of a value that do not read what is in it.
-BYSTANDERS = {aten._assert_tensor_metadata.default, aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default}
+BYSTANDERS = {
+    aten._assert_tensor_metadata.default, aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default,
+}  # fmt: skip
 
 Rule = Callable[[Node, int], "list[Node] | None"]
 
@@ -170,6 +174,24 @@ def _stack(node: Node, size: int) -> list[Node] | None:
     return list(node.args[0]) if not _is_last(node, argument(node, "dim")) and _whole(node, size) else None
 
 
+def _other_axes(node: Node, size: int) -> list[Node] | None:
+    """Whole head vectors change places along ``dims``, which must not hold the last axis (nor be all axes as one)."""
+    x, dims = _first(node), argument(node, "dims")
+    return [x] if dims and not any(_is_last(x, dim) for dim in dims) and _whole(x, size) else None
+
+
+def _where(node: Node, size: int) -> list[Node] | None:
+    """One choice for each head vector."""
+    chosen = node.args[1:3]
+    whole = all(isinstance(x, Node) and is_floating(x) and _whole(x, size) for x in chosen)
+    return list(chosen) if whole and last_dim(node) == last_dim(chosen[0]) and _is_one(node.args[0]) else None
+
+
+def _blanked(node: Node, size: int) -> list[Node] | None:
+    """Zeros are their own rotation."""
+    return _same_last(node, size) if node.args[2] == 0 and _is_one(node.args[1]) else None
+
+
 def _pad(node: Node, size: int) -> list[Node] | None:
     """Zeros are their own rotation."""
     pad = node.args[1]
@@ -192,12 +214,13 @@ def _scaled(node: Node, size: int) -> list[Node] | None:
 
 
 def _is_one_factor(factor) -> bool:
-    if not isinstance(factor, Node):
-        return isinstance(factor, (int, float))
-    v = value(factor)
-    if not isinstance(v, torch.Tensor):
-        return True
-    return v.dim() == 0 or v.shape[-1] == 1
+    return _is_one(factor) if isinstance(factor, Node) else isinstance(factor, (int, float))
+
+
+def _is_one(node: Node) -> bool:
+    """Whether a node is a number, or a tensor that broadcasts along the last axis."""
+    v = value(node)
+    return not isinstance(v, torch.Tensor) or v.dim() == 0 or _torch.static_int(v.shape[-1]) == 1
 
 
 def _rows(rule: Rule, *targets) -> dict:
@@ -218,6 +241,9 @@ TRANSPARENT: dict[Callable, Rule] = {
     **_rows(_permute, aten.permute.default),
     **_rows(_other_axis, aten.select.int, aten.narrow.default, aten.index_select.default,
             aten.repeat_interleave.self_int, aten.repeat_interleave.self_Tensor),
+    **_rows(_other_axes, aten.roll.default, aten.flip.default),
+    **_rows(_where, aten.where.self),
+    **_rows(_blanked, aten.masked_fill.Scalar),
     **_rows(_slice, aten.slice.Tensor),
     **_rows(_split, aten.split.Tensor, aten.split.default, aten.split_with_sizes.default, aten.chunk.default,
             aten.unbind.int, aten.tensor_split.sections, aten.tensor_split.indices),
@@ -228,6 +254,23 @@ TRANSPARENT: dict[Callable, Rule] = {
     **_rows(_pad, aten.constant_pad_nd.default, aten.pad.default),
     **_rows(_scaled, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar),
 }  # fmt: skip
+
+
+def disjoint(a: Node, b: Node) -> bool:
+    """Whether two nodes certainly are different parts of one value."""
+    if a.target is not b.target or a.args[:1] != b.args[:1]:
+        return False
+    if a.target is operator.getitem:
+        return a.args[1] != b.args[1]
+    if a.target is aten.select.int:
+        same_dim, static = a.args[1] == b.args[1], isinstance(a.args[2], int) and isinstance(b.args[2], int)
+        return same_dim and static and (a.args[2] < 0) == (b.args[2] < 0) and a.args[2] != b.args[2]
+    if a.target is aten.slice.Tensor and argument(a, "dim") == argument(b, "dim"):
+        ends = [(argument(n, "start") or 0, argument(n, "end")) for n in (a, b)]
+        return all(isinstance(n, int) and n >= 0 for pair in ends for n in pair) and (
+            ends[0][1] <= ends[1][0] or ends[1][1] <= ends[0][0]
+        )
+    return False
 
 
 def rotation_above(node: Node, size: int | None) -> Node | None:
