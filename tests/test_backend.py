@@ -88,6 +88,7 @@ def test_a_callable_inner_is_not_kept_forever() -> None:
         ({"r5": True}, TypeError, "unknown recipe field 'r5'; valid fields: r3, v, r4"),
         ({"recipe": "r3"}, TypeError, "must be a rotpass.Recipe"),
         ({"strict": "yes"}, TypeError, "strict must be True or False"),
+        ({"options": "max_autotune"}, TypeError, "options must be a dict of Inductor's options; got 'max_autotune'"),
         ({"options": {"max_autotun": True}}, ValueError, "unknown option 'max_autotun'.*such as max_autotune"),
         ({"options": {"seed": 3}}, ValueError, "unknown option 'seed'; as rotpass.backend's own argument"),
     ],

@@ -425,6 +425,9 @@ def test_an_export_that_fails_leaves_the_model() -> None:
         assert "\n" not in str(raised.value)
         with pytest.raises(RuntimeError, match="failed on Model with these inputs: TypeError"):
             door(model)
+        for wrong in ((3,), (torch.ones(2),), ((), [3])):
+            with pytest.raises(TypeError, match="args is a tuple of example inputs and kwargs a dict; got"):
+                door(nn.Linear(4, 4), *wrong)
         with pytest.raises(TypeError, match="expected an nn.Module; got function"):
             door(lambda x: x)
     unchanged(model, before, marked)

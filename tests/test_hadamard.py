@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rotpass
 import rotpass.hadamard.stages as stages
 from rotpass.hadamard import (
     TABLES,
@@ -403,3 +404,30 @@ def test_first_use_by_many_threads():
     for thread in threads:
         thread.join()
     assert len(results) == 8 and all(torch.equal(r, results[0]) for r in results)
+
+
+@pytest.mark.parametrize("n", ["4", None, 4.0, True])
+def test_an_order_that_is_no_int(n: object) -> None:
+    with pytest.raises(TypeError, match="the order of a Hadamard matrix is an int; got"):
+        hadamard_matrix(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, "f"])
+def test_a_dtype_without_minus_one(dtype: object) -> None:
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype that holds \+1 and -1; got"):
+        hadamard_matrix(4, dtype=dtype)
+    assert hadamard_matrix(4, dtype=torch.int8).unique().tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, says",
+    [
+        (([1, 2],), {}, "hadamard_transform takes a tensor; got list"),
+        ((torch.ones(4), 2.0), {}, "size must be an int or None; got 2.0"),
+        ((torch.ones(4), True), {}, "size must be an int or None; got True"),
+        ((torch.ones(4),), {"seed": "1"}, "seed must be an int or None; got '1'"),
+    ],
+)
+def test_a_transform_of_wrong_types(args: tuple, kwargs: dict, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        rotpass.hadamard_transform(*args, **kwargs)

@@ -217,6 +217,8 @@ def backend(
     _check_inner(inner)
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False; got {strict!r}")
+    if not isinstance(options, (dict, type(None))):
+        raise TypeError(f"options must be a dict of Inductor's options; got {options!r}")
     options = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     key = (recipe, _identity(inner), strict, door_options.frozen(options))
     with _lock:

@@ -82,7 +82,7 @@ def fold_(
     """Makes the module itself a rotated one that computes the same function wherever it goes.
 
     V is folded into its projections' weights on both sides, R4 into the weight of each down projection with its online
-    half as a forward pre-hook there; eager forward, ``generate()``, a quantizer, torch.compile and export all see the
+    half as a forward pre-hook there; what the example inputs do not reach (a branch not taken) is not seen; eager forward, ``generate()``, a quantizer, torch.compile and export all see the
     same function. R3 has no weight to go to: the other doors, which recognise what is folded, add it. The persistent
     buffer ``rotpass_plan`` goes along in the state dict. The cache that the module makes for itself holds rotated values.
 
@@ -104,7 +104,7 @@ def fold_(
     if recipe.counter == "online" or recipe.fake_quant is not None:
         raise ValueError("fold_ puts counter-rotations into weights: give it no counter='online' and no fake_quant")
     model = _uncompiled(model)
-    if isinstance(model, nn.Module) and plan.is_folded(model):
+    if plan.is_folded(model):
         raise ValueError("the model or a part of it is folded already: call rotpass.unfold_ first")
     ep, capture = _capture(model, args, kwargs, dynamic_shapes)
     matches = match_sites(capture, recipe, Door(own_caches=_own_caches(ep, capture)))
@@ -140,9 +140,15 @@ def unfold_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _uncompiled(model: Any) -> Any:
-    """The module that ``torch.compile(module)`` wrapped; anything else as it is."""
-    return model._modules.get("_orig_mod", model) if isinstance(model, nn.Module) else model
+def _uncompiled(model: Any) -> nn.Module:
+    """The module that ``torch.compile(module)`` wrapped, or the module itself.
+
+    Raises:
+        TypeError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected an nn.Module; got {type(model).__name__}")
+    return model._modules.get("_orig_mod", model)
 
 
 def _to_export(model: nn.Module) -> nn.Module:
@@ -190,11 +196,13 @@ def _capture(
     """The model as ATen; names and paths are those of ``model``.
 
     Raises:
-        TypeError: it is no model.
+        TypeError: the example inputs are no sequence and mapping.
         RuntimeError: it cannot be exported.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected an nn.Module; got {type(model).__name__}")
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, (Mapping, type(None))):
+        raise TypeError(
+            f"args is a tuple of example inputs and kwargs a dict; got {type(args).__name__} and {type(kwargs).__name__}"
+        )
     try:
         ep = torch.export.export(
             _to_export(model), tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False

@@ -26,10 +26,15 @@ def hadamard_matrix(n: int, *, table: str = "default", dtype: torch.dtype = torc
 
     Raises:
         ValueError: the table has no matrix of this order; the message names the largest block that it has.
+        TypeError: ``n`` is no int, or ``dtype`` cannot hold the entries.
 
     Example::
 
         >>> rotpass.hadamard_matrix(12) @ rotpass.hadamard_matrix(12).T  # 12 on the diagonal, 0 elsewhere
     """
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"the order of a Hadamard matrix is an int; got {n!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_signed:
+        raise TypeError(f"dtype must be a torch.dtype that holds +1 and -1; got {dtype!r}")
     matrices = factor_matrices(n, table=table)
     return clean(lambda: functools.reduce(torch.kron, (m.to(dtype) for m in matrices)).clone())

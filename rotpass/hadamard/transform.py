@@ -29,7 +29,7 @@ def hadamard_transform(
 
     Raises:
         ValueError: ``size`` does not divide the last axis, or the table has no matrix of that order.
-        TypeError: the dtype is none of the four.
+        TypeError: the dtype is none of the four, or an argument is of the wrong type.
 
     Example::
 
@@ -38,6 +38,11 @@ def hadamard_transform(
         >>> torch.allclose(rotpass.hadamard_transform(y, seed=0, transpose=True), x, atol=1e-5)
         True
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"hadamard_transform takes a tensor; got {type(x).__name__}")
+    for name, value in (("size", size), ("seed", seed)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+            raise TypeError(f"{name} must be an int or None; got {value!r}")
     if size is None:
         size = x.shape[-1] if x.dim() else 1
     return torch.ops.rotpass.hadamard(x, size, transpose, table, seed)
