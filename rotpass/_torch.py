@@ -66,10 +66,16 @@ def no_saved_tensor_hooks() -> Iterator[None]:
         torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
-def is_functorch(target: Any) -> bool:
-    """Whether a call in Dynamo's graph is one of those around which ``torch.func`` transforms (2.11-2.14)."""
-    module = getattr(target, "__module__", None) or ""
-    return module.startswith(("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad"))
+def transforms_floats(graph: torch.fx.Graph) -> bool:
+    """Whether ``torch.func`` transforms something in Dynamo's graph other than the making of masks (flex_attention's)."""
+    # 2.11-2.14: the calls around what is transformed are nodes of the graph; values go in and out through them.
+    for node in graph.nodes:
+        module = getattr(node.target, "__module__", None) or ""
+        if module.startswith(("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad")):
+            taken = [n.meta.get("example_value") for n in node.all_input_nodes]
+            if any(isinstance(v, Tensor) and v.is_floating_point() for v in taken):
+                return True
+    return False
 
 
 def size_hint(size: int | torch.SymInt) -> int:

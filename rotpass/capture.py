@@ -99,7 +99,7 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     Raises:
         NotImplementedError: the graph holds what has no form in ATen, or none that a rotation could stand in.
     """
-    if any(_torch.is_functorch(node.target) for node in gm.graph.nodes if node.op == "call_function"):
+    if _torch.transforms_floats(gm.graph):
         raise NotImplementedError("torch.func transforms (vmap, grad, jvp, ...) inside the graph")
     before = gm.graph.find_nodes(op="placeholder")
     inputs, mode = _fake_inputs(before, example_inputs)

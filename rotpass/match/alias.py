@@ -17,6 +17,9 @@ aten = torch.ops.aten
 # Operators that may return their first argument although their schema does not say so.
 MAY_RETURN_INPUT = {aten.type_as.default, aten.dropout.default, aten.feature_dropout.default, aten.detach.default}
 
+# Higher-order operators that neither write nor return what they are given.
+FUNCTIONAL = {torch.ops.higher_order.flex_attention}
+
 
 class Aliases:
     """Storage classes of a graph's nodes; a snapshot, so build it again after an edit."""
@@ -82,7 +85,7 @@ class Aliases:
             if isinstance(node.args[0], Node):
                 self._join(node, node.args[0])
             return []
-        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target in FUNCTIONAL:
             return []
         operands = [n for n in node.all_input_nodes if n.op != "get_attr"]
         for n in operands:

@@ -1,56 +1,133 @@
-"""Attention calls: which arguments are queries, keys and values, and where the head vectors lie.
+"""Attentions: where queries, keys and values go in and where the output comes out, with head vectors along the last axis.
 
-To teach rotpass another attention operator, add a row to :data:`ATTENTIONS`.
+To teach rotpass another attention, add a row to :data:`ATTENTIONS`: the call that gives it away, and how to read it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import torch
 from torch.fx import Node
 
-from rotpass.match.walk import last_dim
+from rotpass.match.mlp import POINTWISE
+from rotpass.match.products import Product, product
+from rotpass.match.walk import TRANSPARENT, Position, argument, argument_at, last_dim, users, value
 
 aten = torch.ops.aten
 
+Sink = tuple[Node, Position]
 
-@dataclasses.dataclass(frozen=True)
-class Roles:
-    """Positions of the arguments of an attention operator; head vectors lie along the last axis of each and of the output."""
+# Between the scores, the softmax and the product with the values everything is allowed that could make the one of the
+# other: whether a rotation is right does not depend on it, only whether this is an attention.
+SCORES = {
+    *POINTWISE, *TRANSPARENT, aten.tanh.default, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.dropout.default, aten.nan_to_num.default, aten.softmax.int,
+    aten.div_.Tensor, aten.sub_.Tensor,
+}  # fmt: skip
 
-    q: int = 0
-    k: int = 1
-    v: int = 2
-
-
-ATTENTIONS: dict[Callable, Roles] = {
-    aten.scaled_dot_product_attention.default: Roles(),
-}
+LONGEST_WALK = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One attention call, ``node``; its head dimensions are None where they are not static."""
+    """One attention: ``node`` computes what ``output`` holds.
+
+    ``q``, ``k`` and ``v`` are the calls that read them, and at which argument; head dimensions are None where they are not
+    static. ``unfit`` says why nothing can be rotated, if so.
+    """
 
     node: Node
-    roles: Roles
-    head_dim: int | None
-    v_head_dim: int | None
+    output: Node
+    q: Sink
+    k: Sink
+    v: Sink
+    unfit: str = ""
 
     def arg(self, role: str) -> Node:
         """The node that is passed as ``"q"``, ``"k"`` or ``"v"``."""
-        return self.node.args[getattr(self.roles, role)]
+        return argument_at(*getattr(self, role))
+
+    @property
+    def head_dim(self) -> int | None:
+        """Length of the query and key vectors."""
+        length = last_dim(self.arg("q"))
+        return length if length == last_dim(self.arg("k")) else None
+
+    @property
+    def v_head_dim(self) -> int | None:
+        """Length of the value vectors."""
+        return last_dim(self.arg("v"))
 
 
 def match_attention(node: Node) -> Attention | None:
-    """Reads ``node`` as an attention call, or None."""
-    roles = ATTENTIONS.get(node.target) if node.op == "call_function" else None
-    if roles is None:
+    """Reads ``node`` as the call that gives an attention away, or None."""
+    read = ATTENTIONS.get(node.target) if node.op == "call_function" else None
+    return read(node) if read else None
+
+
+def _call(node: Node) -> Attention | None:
+    """An operator that takes query, key and value first."""
+    if len(node.args) < 3 or not all(isinstance(arg, Node) for arg in node.args[:3]):
         return None
-    q, k, v = (node.args[i] if i < len(node.args) else None for i in (roles.q, roles.k, roles.v))
-    if not all(isinstance(n, Node) for n in (q, k, v)):
+    return Attention(node, node, (node, 0), (node, 1), (node, 2))
+
+
+def _call_with_statistics(node: Node) -> Attention | None:
+    """The same, with the output first in a tuple."""
+    output = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None)
+    found = _call(node)
+    return found and output and dataclasses.replace(found, output=output)
+
+
+def _softmax(node: Node) -> Attention | None:
+    """The softmax between two products of activations."""
+    scores, probabilities = node.args[0], node
+    dim = argument(node, "dim")
+    if not isinstance(value(node), torch.Tensor) or dim % max(value(node).dim(), 1) != value(node).dim() - 1:
         return None
-    same = last_dim(q) if last_dim(q) == last_dim(k) else None
-    return Attention(node, roles, same, last_dim(v))
+    above = _products(scores, lambda n: n.all_input_nodes)
+    below = _products(probabilities, users)
+    if not above or len(below) != 1:
+        return None
+    scored, weighted = above[0], below[0]
+    q, k = scored.along_last(scored.a), scored.along_last(scored.b)
+    unfit = ""
+    if len(above) > 1:
+        unfit = "its scores are the sum of several products"
+    elif q is None or k is None or not weighted.b.gives_last:
+        unfit = "its head vectors do not lie along the last axis"
+    return Attention(
+        weighted.node,
+        weighted.node,
+        q or (scored.node, scored.a.position),
+        k or (scored.node, scored.b.position),
+        (weighted.node, weighted.b.position),
+        unfit,
+    )
+
+
+def _products(start: Node, step: Callable[[Node], list[Node]]) -> list[Product]:
+    """The products of two activations that a walk meets first."""
+    found, seen, todo = [], set(), [start]
+    while todo and isinstance(start, Node) and len(seen) < LONGEST_WALK:
+        node = todo.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if (met := product(node)) is not None:
+            found.append(met)
+        elif node.target in SCORES:
+            todo.extend(step(node))
+    return found
+
+
+ATTENTIONS: dict[Callable, Callable[[Node], Attention | None]] = {
+    aten.scaled_dot_product_attention.default: _call,
+    torch.ops.higher_order.flex_attention: _call_with_statistics,
+    aten.softmax.int: _softmax,
+    aten._softmax.default: _softmax,
+    aten._safe_softmax.default: _softmax,
+}

@@ -7,6 +7,7 @@ import dataclasses
 from torch.fx import Node
 
 from rotpass.match.projection import Projection
+from rotpass.match.walk import Position, argument_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,12 @@ class Before:
     """Right before ``user``, for the argument at ``position`` alone."""
 
     user: Node
-    position: int
+    position: Position
+
+    @property
+    def node(self) -> Node:
+        """What is passed there."""
+        return argument_at(self.user, self.position)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,17 @@ from rotpass.match.caches import CACHE_WRITES, ZEROS
 from rotpass.match.edits import After, Before, Content, Crossing, FoldPoint, Leaf, Rotation
 from rotpass.match.projection import projection
 from rotpass.match.rows import fold_point
-from rotpass.match.walk import carriers, disjoint, is_floating, last_dim, users, value
+from rotpass.match.walk import (
+    Position,
+    argument_at,
+    carriers,
+    disjoint,
+    is_floating,
+    last_dim,
+    positions,
+    users,
+    value,
+)
 
 aten = torch.ops.aten
 
@@ -68,15 +78,15 @@ class Lift:
         self._foldable = foldable
         self._own_caches = own_caches  # if given, no other cache outside the graph may be rotated
         self._fold_points: dict[tuple[Node, int], FoldPoint | None] = {}
-        self.sinks: dict[tuple[Node, int], Carried] = {}
-        self._covered: dict[tuple[Node, int], Plan] = {}
+        self.sinks: dict[tuple[Node, Position], Carried] = {}
+        self._covered: dict[tuple[Node, Position], Plan] = {}
 
-    def plan(self, user: Node, position: int) -> tuple[Plan, bool]:
+    def plan(self, user: Node, position: Position) -> tuple[Plan, bool]:
         """The plan for a registered sink, and whether it is new (a sink that an earlier plan covers needs no edits)."""
         sink = (user, position)
         if sink in self._covered:
             return self._covered[sink], False
-        carried, node = self.sinks[sink], user.args[position]
+        carried, node = self.sinks[sink], argument_at(user, position)
         plan = self._best(node, carried, frozenset())
         nodes, sinks = self._reached(plan, carried) if plan else (set(), [])
         if plan is None or not self._buffers_agree(plan, nodes):
@@ -92,7 +102,7 @@ class Lift:
         Without ``outputs``, only one that comes in counts, none that merely goes out.
         """
         rotated = [leaf.node for leaf in plan.leaves if isinstance(leaf, After)]  # for outputs too
-        todo = [*rotated, *(leaf.user.args[leaf.position] for leaf in plan.leaves if isinstance(leaf, Before))]
+        todo = [*rotated, *(leaf.node for leaf in plan.leaves if isinstance(leaf, Before))]
         below: dict[Node, Node | None] = dict.fromkeys(todo)
         while todo:
             node = todo.pop()
@@ -119,7 +129,7 @@ class Lift:
             for user in users(node):
                 if user.op == "output" and node not in self._capture.internal_outputs:
                     return node
-                if user in seen or user.op == "output" or any(pair[0] is user for pair in self.sinks):
+                if user in seen or user.op == "output" or any((user, i) in self.sinks for i in positions(user, node)):
                     continue
                 seen.add(user)
                 members = self._aliases.members(user) if user in self._aliases.writes(user) else []
@@ -129,12 +139,12 @@ class Lift:
                     todo.append(user)
         return None
 
-    def why_plain(self, cache: Node, user: Node, position: int, carried: Carried) -> str:
-        """Why ``cache``, which a sink reads, cannot be rotated."""
+    def why_plain(self, cache: Node, read: Node, carried: Carried) -> str:
+        """Why ``cache`` cannot be rotated, of which an attention reads ``read``."""
         for write in self._aliases.writes(cache):
             if write.target not in CACHE_WRITES:
                 return f"rotpass does not know how {write.target} writes it"
-        todo, seen = [user.args[position]], set()
+        todo, seen = [read], set()
         while todo:
             node = todo.pop()
             if node is cache or node in seen or projection(node) is not None:
@@ -245,9 +255,9 @@ class Lift:
         return all(self._agrees(user, node, carried, through) for user in users(node))
 
     def _agrees(self, user: Node, node: Node, carried: Carried, through: frozenset[Node]) -> bool:
-        positions = [i for i, arg in enumerate(user.args) if arg is node]
-        if any((user, i) in self.sinks for i in positions):
-            return all(self.sinks.get((user, i)) == carried for i in positions) and node not in user.kwargs.values()
+        taken = positions(user, node)
+        if any((user, i) in self.sinks for i in taken):
+            return all(self.sinks.get((user, i)) == carried for i in taken) and node not in user.kwargs.values()
         if user.op == "output":
             return node in self._capture.internal_outputs or self._may_cross(node, carried)
         if user.target is aten.copy.default and user.args[1] is not node:
@@ -294,7 +304,7 @@ class Lift:
         end = {buffer for node, buffer in self._capture.internal_outputs.items() if node in rotated}
         return end == begin & set(self._capture.internal_outputs.values())
 
-    def _reached(self, plan: Plan, carried: Carried) -> tuple[set[Node], list[tuple[Node, int]]]:
+    def _reached(self, plan: Plan, carried: Carried) -> tuple[set[Node], list[tuple[Node, Position]]]:
         """The values that the plan's leaves rotate, and the sinks among their readers."""
         todo = [*plan.buffers, *(leaf.buffer if isinstance(leaf, Content) else leaf.node for leaf in plan.leaves)]
         seen: set[Node] = set()
@@ -305,7 +315,7 @@ class Lift:
                 continue
             seen.add(node)
             for user in users(node):
-                here = [(user, i) for i, arg in enumerate(user.args) if arg is node and (user, i) in self.sinks]
+                here = [(user, i) for i in positions(user, node) if (user, i) in self.sinks]
                 reached.extend(here)
                 if not here and node in (_sources(user, carried.rotation.size) or ()):
                     todo.append(user)

@@ -115,6 +115,8 @@ class _Matcher:
 
     def _refusal(self, attention: Attention, kind: str) -> str:
         """Why this attention cannot be rotated, or ""."""
+        if attention.unfit:
+            return attention.unfit
         dim = attention.head_dim if kind == "r3" else attention.v_head_dim
         if dim is None:
             return "its head vectors have no static length in common: make head_dim static"
@@ -139,6 +141,8 @@ class _Matcher:
 
     def _register(self, attention: Attention, role: str) -> None:
         """Announces a sink, so that plans know of all sinks before the first one is made."""
+        if attention.unfit:
+            return
         kind = "v" if role == "v" else "r3"
         rotated = (
             self._wanted(kind, attention.node)
@@ -158,7 +162,7 @@ class _Matcher:
             fold=rotated and kind == "v" and self._recipe.counter == "fold",
             crosses=rotated and role != "q" and (self._recipe.cache == "rotated" or self._door.own_caches is not None),
         )
-        self._lift.sinks[attention.node, getattr(attention.roles, role)] = carried
+        self._lift.sinks[getattr(attention, role)] = carried
 
     def _rotation(self, attention: Attention, kind: str) -> Rotation:
         block = largest_block(_head_dim(attention, kind), table=self._recipe.table)
@@ -193,17 +197,16 @@ class _Matcher:
         if self._recipe.cache != "rotated":
             return
         for role in ("k",) if kind == "r3" else ("v",):
-            position = getattr(attention.roles, role)
             carried = Carried(Rotation(_head_dim(attention, kind) or 1, "default", None), False, None, False, True)
-            self._check_crossing(attention, role, Plan(0, (Before(attention.node, position),)), carried, reason)
+            plan = Plan(0, (Before(*getattr(attention, role)),))
+            self._check_crossing(attention, role, plan, carried, reason)
 
     def _check_crossing(self, attention: Attention, role: str, plan: Plan, carried: Carried, reason: str = "") -> None:
         """Mixed contents of a cache are silent garbage: with ``cache="rotated"`` they are an error."""
         if self._recipe.cache == "rotated" and role != "q" and (cache := self._lift.crosses(plan, carried)) is not None:
             where = self._capture.where(attention.node) or "the model"
             what = "keys" if role == "k" else "values"
-            position = getattr(attention.roles, role)
-            reason = reason or self._lift.why_plain(cache, attention.node, position, carried)
+            reason = reason or self._lift.why_plain(cache, attention.arg(role), carried)
             raise ValueError(
                 f'cache="rotated": the {what} of {where} cross the graph\'s boundary at '
                 f"{self._capture.label(cache)!r} and cannot be rotated: {reason}"
@@ -211,9 +214,9 @@ class _Matcher:
 
     def _plan(self, attention: Attention, role: str) -> tuple[Plan, list[Edit]]:
         """The plan for an argument and the edits that carry it out (none if an earlier plan covers it)."""
-        position = getattr(attention.roles, role)
-        carried = self._lift.sinks[attention.node, position]
-        plan, new = self._lift.plan(attention.node, position)
+        sink = getattr(attention, role)
+        carried = self._lift.sinks[sink]
+        plan, new = self._lift.plan(*sink)
         if not new:
             return plan, []
         self._check_crossing(attention, role, plan, carried)
@@ -237,7 +240,7 @@ class _Matcher:
         return Match(dataclasses.replace(site, inserted="online", reason=reason), edits)
 
     def _cache_remark(self, attention: Attention, role: str, plan: Plan) -> str:
-        carried = self._lift.sinks[attention.node, getattr(attention.roles, role)]
+        carried = self._lift.sinks[getattr(attention, role)]
         outside = self._lift.crosses(plan, carried, outputs=False) is not None
         return 'the whole cache is rotated at every step: cache="rotated" rotates only what is new' if outside else ""
 
@@ -250,7 +253,7 @@ class _Matcher:
         if undone:
             edits += [Fold(point, rotation, self._in_graph(point)) for point in undone]
         else:
-            edits.append(Rotate(After(attention.node), rotation, transpose=True))
+            edits.append(Rotate(After(attention.output), rotation, transpose=True))
         reason = self._cache_remark(attention, "v", plan)
         return Match(
             dataclasses.replace(site, inserted=_how(plan), undone="folded" if undone else "online", reason=reason),
@@ -263,7 +266,7 @@ class _Matcher:
         if attention.v_head_dim is None:
             return None
         points: list[FoldPoint] = []
-        todo = [attention.node]
+        todo = [attention.output]
         while todo:
             node = todo.pop()
             if self._aliases.writes(node) or not users(node):
@@ -374,12 +377,12 @@ class _Matcher:
 
     def _quantize_role(self, attention: Attention, role: str) -> None:
         """Before an internal cache where there is one, else at the attention's input."""
-        kind, position = self._quantizer(role), getattr(attention.roles, role)
-        if kind is None:
+        kind, sink = self._quantizer(role), getattr(attention, role)
+        if kind is None or attention.unfit:
             return
-        plan, new = self._lift.plan(attention.node, position)
+        plan, new = self._lift.plan(*sink)
         if not any(isinstance(leaf, Content) for leaf in plan.leaves):
-            self._quantizers.append(Quantize(Before(attention.node, position), kind, 0))
+            self._quantizers.append(Quantize(Before(*sink), kind, 0))
             return
         for leaf in plan.leaves:
             if isinstance(leaf, (After, Before)):

@@ -63,6 +63,27 @@ def argument(node: Node, name: str, default=None):
     return default
 
 
+Position = int | tuple[int, int]  # of an argument, or within one that is a list
+
+
+def argument_at(node: Node, position: Position):
+    """The argument at a position."""
+    if isinstance(position, int):
+        return node.args[position]
+    return node.args[position[0]][position[1]]
+
+
+def positions(user: Node, node: Node) -> list[Position]:
+    """Where ``user`` takes ``node``."""
+    found: list[Position] = []
+    for i, arg in enumerate(user.args):
+        if arg is node:
+            found.append(i)
+        elif isinstance(arg, (list, tuple)):
+            found.extend((i, j) for j, item in enumerate(arg) if item is node)
+    return found
+
+
 def users(node: Node) -> list[Node]:
     """The nodes that read the value; bystanders and dead nodes left out."""
     return [u for u in node.users if u.target not in BYSTANDERS]

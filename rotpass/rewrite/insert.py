@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 
 from rotpass.match.edits import After, Before
-from rotpass.match.walk import BYSTANDERS
+from rotpass.match.walk import BYSTANDERS, Position
 
 aten = torch.ops.aten
 
@@ -31,10 +31,10 @@ class Inserter:
     def put(self, at: After | Before, target: Callable, *args: Any) -> Node:
         """Puts ``target(value, *args)`` after a node for all its readers, or before one reader."""
         if isinstance(at, Before):
-            node = at.user.args[at.position]
+            node = at.node
             with self._graph.inserting_before(at.user):
                 new = self._call(at.user, target, node, *args)
-            at.user.update_arg(at.position, new)
+            _update_argument(at.user, at.position, new)
             self._note_strides(node, new)
             return new
         node = self._end.get(at.node, at.node)
@@ -111,6 +111,14 @@ class Inserter:
     def _note_strides(self, node: Node, new: Node) -> None:
         if _strides(node.meta["val"]) != _strides(new.meta["val"]):
             self._restrided.add(new)
+
+
+def _update_argument(user: Node, position: Position, new: Node) -> None:
+    if isinstance(position, int):
+        user.update_arg(position, new)
+    else:
+        i, j = position
+        user.update_arg(i, [new if n == j else item for n, item in enumerate(user.args[i])])
 
 
 def _strides(value: Any) -> Any:
