@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Container
 
 import torch
 from torch.fx import Node
 
-from rotpass.match.projection import Projection, projection
+from rotpass.match.projection import Projection, projection, stacked_projection
 from rotpass.match.walk import TRANSPARENT, last_dim, rotation_above, value
 
 aten = torch.ops.aten
@@ -47,13 +48,13 @@ class Mlp:
     rotated: Node | None  # a Hadamard node that is already on the input
 
 
-def match_mlp(node: Node) -> Mlp | None:
-    """Reads ``node`` as the projection that ends an MLP, or None."""
-    down = projection(node)
+def match_mlp(node: Node, weights: Container[Node] = ()) -> Mlp | None:
+    """Reads ``node`` as the projection that ends an MLP, or None; ``weights`` are the graph's parameters and buffers."""
+    down = projection(node) or stacked_projection(node)
     if down is None:
         return None
     rotated = rotation_above(down.x, last_dim(down.x))
-    found = _walk(rotated.args[0] if rotated else down.x)
+    found = _walk(rotated.args[0] if rotated else down.x, weights)
     if found is None:
         return None
     sources, activated, gated = found
@@ -65,7 +66,7 @@ def match_mlp(node: Node) -> Mlp | None:
     return Mlp(down, gated, tuple(sources), rotated)
 
 
-def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
+def _walk(start: Node, weights: Container[Node]) -> tuple[list[Projection], bool, bool] | None:
     """(projections met, whether an activation was, whether two values were multiplied); None for anything else."""
     sources: dict[Node, Projection] = {}
     seen, todo = set(), [start]
@@ -76,9 +77,9 @@ def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
         seen.add(node)
         if len(seen) > LONGEST_WALK:
             return None
-        if node.op == "get_attr" or not isinstance(value(node), (torch.Tensor, tuple, list)):
+        if node.op == "get_attr" or node in weights or not _holds_floats(node):
             continue
-        if (source := projection(node)) is not None:
+        if (source := projection(node) or stacked_projection(node)) is not None:
             sources[node] = source
             continue
         if (
@@ -93,6 +94,12 @@ def _walk(start: Node) -> tuple[list[Projection], bool, bool] | None:
     # Only now, when projections bound what is above: a residual stream would lead through all layers before.
     gated = any(node.target in (aten.mul.Tensor, aten.mul_.Tensor) and _is_gate(node) for node in seen)
     return list(sources.values()), any(node.target in ACTIVATIONS for node in seen), gated
+
+
+def _holds_floats(node: Node) -> bool:
+    """Whether a node's value can be of the chain: not a number, indices or a mask."""
+    v = value(node)
+    return isinstance(v, (tuple, list)) or isinstance(v, torch.Tensor) and v.is_floating_point()
 
 
 def _is_gate(node: Node) -> bool:
@@ -110,7 +117,7 @@ def _cone(node: Node) -> set[Node]:
         n = todo.pop()
         if n in found or n.op != "call_function":
             continue
-        if projection(n) is not None:
+        if projection(n) is not None or stacked_projection(n) is not None:
             found.add(n)
             continue
         if _selects(n):

@@ -42,7 +42,7 @@ def fold_point(node: Node, size: int, *, unwritten: Callable[[Node], bool]) -> F
         if above is None or len(above) != 1 or len(path) > LONGEST_CHAIN:
             return None
         path.append(above[0])
-    if not all(map(unwritten, path)):
+    if not all(map(unwritten, path)) or value(found.source).shape[found.out_axis] != found.out_features:
         return None
     path.reverse()
     try:

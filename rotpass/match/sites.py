@@ -17,7 +17,7 @@ from rotpass.match.attention import ATTENTIONS, Attention, match_attention
 from rotpass.match.edits import After, Before, Content, Edit, Fold, FoldPoint, Quantize, Rotate, RotateContent, Rotation
 from rotpass.match.lift import Carried, Lift, Plan
 from rotpass.match.mlp import Mlp, match_mlp
-from rotpass.match.projection import SPELLINGS, projection
+from rotpass.match.projection import SPELLINGS, projection, stacked_spellings
 from rotpass.match.walk import FLOATS, TRANSPARENT, carriers, rotation_above, users, value
 from rotpass.recipe import Recipe
 from rotpass.report import Site
@@ -68,9 +68,9 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
     """
     # Anchors are single calls, found directly: Inductor's PatternMatcherPass passes over meta tensors and every dtype
     # that it cannot generate code for, and a site that is not seen is not reported.
-    calls = sorted(node for target in (*ATTENTIONS, *SPELLINGS) for node in _calls(capture.gm.graph, target))
+    calls = sorted(node for target in {*ATTENTIONS, *SPELLINGS, *stacked_spellings()} for node in _calls(capture.gm.graph, target))
     attentions = [found for node in calls if (found := match_attention(node))]
-    mlps = [found for node in calls if (found := match_mlp(node))]
+    mlps = [found for node in calls if (found := match_mlp(node, capture.values))]
     aliases = Aliases(capture.gm.graph)
     blocked: frozenset[Node] = frozenset()
     while True:

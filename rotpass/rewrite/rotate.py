@@ -18,9 +18,6 @@ from rotpass.report import Site, check
 from rotpass.rewrite.fold import Fold
 from rotpass.rewrite.insert import Inserter
 
-aten = torch.ops.aten
-
-
 @dataclasses.dataclass(frozen=True)
 class FoldedInput:
     """An input of the rewritten graph that takes a folded copy.
@@ -134,7 +131,9 @@ class _Editor:
         position = found.node.args.index(
             self._passed.get((found.node, source), found.weight if source is found.source else source)
         )
-        if found.flipped and source is found.source:
-            weight = self._inserter.calls_before(found.node)(aten.transpose.int, weight, 0, 1)
+        if source is found.source:
+            call, above = self._inserter.calls_before(found.node), source
+            for step in found.path:
+                weight, above = call(step.target, *(weight if arg is above else arg for arg in step.args)), step
         self._passed[found.node, source] = weight
         found.node.update_arg(position, weight)
