@@ -534,7 +534,7 @@ def test_computed_weights() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = Mlp(wrap(nn.Linear(64, 16)))
-        assert "not a parameter" in folded_right(model, ["refused"])[0].reason
+        assert "a stack of experts, with no module to hook" in folded_right(model, ["refused"])[0].reason
 
 
 def test_stacked_experts() -> None:
@@ -546,7 +546,7 @@ def test_stacked_experts() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sum(F.linear(F.relu(F.linear(x, self.up[i])), self.down[i]) for i in range(3))
 
-    assert "not a parameter" in folded_right(randomize_(Experts()), ["refused"] * 3)[0].reason
+    assert "a stack of experts, with no module to hook" in folded_right(randomize_(Experts()), ["refused"] * 3)[0].reason
 
 
 def test_a_convolution_is_no_projection() -> None:

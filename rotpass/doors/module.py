@@ -274,6 +274,8 @@ def _no_hook(model: nn.Module, capture: Capture, match: Match, inside: list[Node
     if any(fold.in_graph for fold in folds):
         return match.site.reason or "its weight does not fold"
     source = folds[0].at.projection.source
+    if value(source).dim() > 2:
+        return "its weight is a stack of experts, with no module to hook; the compile and program doors rotate it"
     key = _torch.storage_key(capture.values[source])
     module = model.get_submodule(match.site.where)
     tensors = (*module._parameters.values(), *module._buffers.values())
