@@ -113,7 +113,9 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     sources = {}
     after = traced.graph.find_nodes(op="placeholder")
     for old, new in zip(before, after):
-        new._dynamo_source = source = getattr(old, "_dynamo_source", None)  # AOTAutograd wants the attribute, if but None
+        new._dynamo_source = source = getattr(
+            old, "_dynamo_source", None
+        )  # AOTAutograd wants the attribute, if but None
         if source is not None:
             sources[new] = source.name if isinstance(source.name, str) else source.name()  # a method on torch 2.11
         if "tensor_dict" in old.meta:

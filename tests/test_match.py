@@ -941,7 +941,9 @@ UPDATES = {
     "index_copy": lambda cache, new, at: cache.index_copy(2, at, new),
     "rolled": lambda cache, new, at: cache.copy_(cache.roll(-1, -2).index_copy_(2, torch.tensor([7]), new)),
     "blank and where": lambda cache, new, at: torch.where(
-        (torch.arange(cache.shape[2]) == at)[:, None], new, cache.masked_fill(torch.arange(cache.shape[2])[:, None] > at, 0)
+        (torch.arange(cache.shape[2]) == at)[:, None],
+        new,
+        cache.masked_fill(torch.arange(cache.shape[2])[:, None] > at, 0),
     ),
     # Those that nobody knows.
     "index_add": lambda cache, new, at: cache.index_add(2, at, new),

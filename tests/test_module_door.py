@@ -546,7 +546,9 @@ def test_stacked_experts() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sum(F.linear(F.relu(F.linear(x, self.up[i])), self.down[i]) for i in range(3))
 
-    assert "a stack of experts, with no module to hook" in folded_right(randomize_(Experts()), ["refused"] * 3)[0].reason
+    assert (
+        "a stack of experts, with no module to hook" in folded_right(randomize_(Experts()), ["refused"] * 3)[0].reason
+    )
 
 
 def test_a_convolution_is_no_projection() -> None:

@@ -255,8 +255,14 @@ class Narrow(Past):
             Reads,
             "the keys of the model cross the graph's boundary at 'past_k' and cannot be rotated: something else reads",
         ),
-        (Unknown, "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter.default updates it"),
-        (Scatter, "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter_.default writes it"),
+        (
+            Unknown,
+            "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter.default updates it",
+        ),
+        (
+            Scatter,
+            "at 'past_k' and cannot be rotated: rotpass does not know how aten.masked_scatter_.default writes it",
+        ),
         (Narrow, "cross the graph's boundary at '.*' and cannot be rotated: head_dim 6 has no Hadamard matrix"),
     ],
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.fx import Node
@@ -36,7 +36,7 @@ class Attention:
     """One attention: ``node`` computes what ``output`` holds.
 
     ``q``, ``k`` and ``v`` are the calls that read them, and at which argument; head dimensions are None where they are not
-    static. ``unfit`` says why nothing can be rotated, if so.
+    static. ``unfit`` says of a kind of site why it cannot be rotated, if so.
     """
 
     node: Node
@@ -44,7 +44,7 @@ class Attention:
     q: Sink
     k: Sink
     v: Sink
-    unfit: str = ""
+    unfit: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def arg(self, role: str) -> Node:
         """The node that is passed as ``"q"``, ``"k"`` or ``"v"``."""
@@ -94,11 +94,13 @@ def _softmax(node: Node) -> Attention | None:
         return None
     scored, weighted = above[0], below[0]
     q, k = scored.along_last(scored.a), scored.along_last(scored.b)
-    unfit = ""
+    unfit = {}
     if len(above) > 1:
-        unfit = "its scores are the sum of several products"
-    elif q is None or k is None or not weighted.b.gives_last:
-        unfit = "its head vectors do not lie along the last axis"
+        unfit["r3"] = "its scores are the sum of several products"
+    elif q is None or k is None:
+        unfit["r3"] = "its queries or keys do not lie along the last axis, or are read with other axes elsewhere too"
+    if not weighted.b.gives_last:
+        unfit["v"] = "its values do not lie along the last axis"
     return Attention(
         weighted.node,
         weighted.node,

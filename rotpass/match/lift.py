@@ -112,7 +112,10 @@ class Lift:
                 out = self._goes_out(node, below[node], carried.rotation.size, rotated)
                 if out is not None:
                     return self._cache_like(out) or out
-            for above in (*(_sources(node, carried.rotation.size) or ()), *(w.args[0] for w in self._aliases.writes(node))):
+            for above in (
+                *(_sources(node, carried.rotation.size) or ()),
+                *(w.args[0] for w in self._aliases.writes(node)),
+            ):
                 if above not in below:
                     below[above] = node
                     todo.append(above)

@@ -76,7 +76,9 @@ def _einsum(node: Node) -> tuple[Operand, Operand] | None:
         return None
     [over] = summed
     return tuple(
-        Operand((1, i), word.index(over) - len(word), gives_last=word[-1] == result[-1] and word[-1] not in labels[1 - i])
+        Operand(
+            (1, i), word.index(over) - len(word), gives_last=word[-1] == result[-1] and word[-1] not in labels[1 - i]
+        )
         for i, word in enumerate(labels)
     )
 

@@ -186,7 +186,7 @@ def _experts_apart(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
 
 _CUTS = {aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default}
 
-WEIGHT_VIEWS: dict[Callable, Callable[[Node, Axes], "tuple[Node, Axes] | None"]] = {
+WEIGHT_VIEWS: dict[Callable, Callable[[Node, Axes], tuple[Node, Axes] | None]] = {
     aten.t.default: _permuted,
     aten.numpy_T.default: _permuted,
     aten.mT.default: _permuted,

@@ -68,7 +68,9 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
     """
     # Anchors are single calls, found directly: Inductor's PatternMatcherPass passes over meta tensors and every dtype
     # that it cannot generate code for, and a site that is not seen is not reported.
-    calls = sorted(node for target in {*ATTENTIONS, *SPELLINGS, *stacked_spellings()} for node in _calls(capture.gm.graph, target))
+    calls = sorted(
+        node for target in {*ATTENTIONS, *SPELLINGS, *stacked_spellings()} for node in _calls(capture.gm.graph, target)
+    )
     attentions = [found for node in calls if (found := match_attention(node))]
     mlps = [found for node in calls if (found := match_mlp(node, capture.values))]
     aliases = Aliases(capture.gm.graph)
@@ -115,8 +117,8 @@ class _Matcher:
 
     def _refusal(self, attention: Attention, kind: str) -> str:
         """Why this attention cannot be rotated, or ""."""
-        if attention.unfit:
-            return attention.unfit
+        if kind in attention.unfit:
+            return attention.unfit[kind]
         dim = attention.head_dim if kind == "r3" else attention.v_head_dim
         if dim is None:
             return "its head vectors have no static length in common: make head_dim static"
@@ -141,9 +143,9 @@ class _Matcher:
 
     def _register(self, attention: Attention, role: str) -> None:
         """Announces a sink, so that plans know of all sinks before the first one is made."""
-        if attention.unfit:
-            return
         kind = "v" if role == "v" else "r3"
+        if kind in attention.unfit:
+            return
         rotated = (
             self._wanted(kind, attention.node)
             and not self._refusal(attention, kind)
@@ -378,7 +380,7 @@ class _Matcher:
     def _quantize_role(self, attention: Attention, role: str) -> None:
         """Before an internal cache where there is one, else at the attention's input."""
         kind, sink = self._quantizer(role), getattr(attention, role)
-        if kind is None or attention.unfit:
+        if kind is None or ("v" if role == "v" else "r3") in attention.unfit:
             return
         plan, new = self._lift.plan(*sink)
         if not any(isinstance(leaf, Content) for leaf in plan.leaves):

@@ -18,6 +18,7 @@ from rotpass.report import Site, check
 from rotpass.rewrite.fold import Fold
 from rotpass.rewrite.insert import Inserter
 
+
 @dataclasses.dataclass(frozen=True)
 class FoldedInput:
     """An input of the rewritten graph that takes a folded copy.
