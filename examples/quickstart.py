@@ -66,6 +66,8 @@ def fetch_default_model() -> Path:
 def load(model: str | None):
     """A causal language model in float32 with its tokenizer: a .gguf file, a directory or a hub id."""
     path = fetch_default_model() if model is None else Path(model)
+    if model is not None and path.is_absolute() and not path.exists():
+        raise SystemExit(f"--model {model}: no such folder or file")
     if path.suffix == ".gguf":
         where, options = str(path.parent), {"gguf_file": path.name, "local_files_only": True}
     else:

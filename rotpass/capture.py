@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.traceback import preserve_node_meta
+from torch.fx.traceback import preserve_node_meta, set_current_meta
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -128,7 +128,7 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
         and ("_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) or isinstance(tensor, torch.nn.Parameter))
     }
     roots = {_root(sources[node]) for node in values if node in sources}
-    root = roots.pop() if len(roots) == 1 else ""
+    root = "L['self']" if "L['self']" in roots else roots.pop() if len(roots) == 1 else ""
     names = {node: _below(root, _spell(sources[node])) for node in values if node in sources}
     return Capture(traced, values, names, root=root, sources=sources)
 
@@ -149,7 +149,8 @@ class _Retracer(Interpreter):
             return self._run_checkpoint(*args)
         if not node.op.startswith("call") or not any(map(_torch.is_wrapper, pytree.tree_leaves((args, kwargs)))):
             return super().run_node(node)
-        return _torch.record_call(node.op, node.target, args, kwargs, node.meta["example_value"])
+        with set_current_meta(node):
+            return _torch.record_call(node.op, node.target, args, kwargs, node.meta["example_value"])
 
     def _run_checkpoint(self, body: GraphModule, *args: object) -> object:
         if "_checkpoint_context_fn" in body.meta:
@@ -178,18 +179,20 @@ def _copy(gm: GraphModule) -> torch.fx.Graph:
     # graph_copy returns the output's arguments, and leaves its meta behind.
     next(iter(graph.find_nodes(op="output"))).meta.update(next(iter(gm.graph.find_nodes(op="output"))).meta)
     assert len(copied) == len(gm.graph.nodes) - 1
+    for old, new in copied.items():
+        new.name = old.name  # the new namespace would not give an input the name of a builtin, such as `input`
     return graph
 
 
 def _spell(path: str) -> str:
     """Dynamo's spelling of a path in that of a state dict: ``._modules['layers']._modules['0']`` is ``.layers.0``."""
-    path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path)
+    path = re.sub(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']*)'\]", r".\1", path)
     head, bracket, tail = re.match(r"((?:[LG]\['[^']*'\](?:\[\d+\])?)?)([^\[]*)(.*)", path).groups()
     return head + bracket + re.sub(r"\['?([^'\]]*)'?\]", r".\1", tail)
 
 
 def _root(source: str) -> str:
-    return _spell(re.split(r"\._(?:modules|parameters|buffers)\[", source)[0])
+    return _spell(re.split(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\[", source)[0])
 
 
 def _below(root: str, path: str) -> str:

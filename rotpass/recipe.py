@@ -130,16 +130,18 @@ class Recipe:
         return self.r3 or self.v or self.r4
 
 
-def as_recipe(recipe: Recipe | None, fields: dict[str, Any]) -> Recipe:
+def as_recipe(recipe: Recipe | None, fields: dict[str, Any], hint: str = "") -> Recipe:
     """The recipe a door was given, whole or as keyword fields (which change single fields of a whole one).
+
+    ``hint`` is what a door adds to the message about an unknown field.
 
     Raises:
         TypeError: ``recipe`` is not a Recipe, or a field has an unknown name (the message lists the valid ones).
     """
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe must be a rotpass.Recipe; got {recipe!r}")
+        raise TypeError(f"recipe must be a rotpass.Recipe; got {type(recipe).__name__}")
     valid = [field.name for field in dataclasses.fields(Recipe)]
     unknown = sorted(set(fields) - set(valid))
     if unknown:
-        raise TypeError(f"unknown recipe field {', '.join(map(repr, unknown))}; valid fields: {', '.join(valid)}")
+        raise TypeError(f"unknown recipe field {', '.join(map(repr, unknown))}; valid fields: {', '.join(valid)}{hint}")
     return dataclasses.replace(recipe or Recipe(), **fields)

@@ -86,7 +86,9 @@ class Report:
 
     def _summary(self) -> str:
         counts = " ".join(f"{kind}={count}" for kind, count in self.counts.items())
-        return f"rotpass: {len(self.rotated)} rotated ({counts}), {len(self.refused)} refused"
+        already = sum(site.status == "already" for site in self.sites)
+        came_so = f", {already} of them already" if already else ""
+        return f"rotpass: {len(self.rotated)} rotated ({counts}){came_so}, {len(self.refused)} refused"
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]

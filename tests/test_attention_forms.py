@@ -8,6 +8,7 @@ from torch.export import export
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import rotpass
 from rotpass import FakeQuant, RotationPass
 
 LENGTH = 5
@@ -140,6 +141,60 @@ def test_multi_head_attention_modules() -> None:
         outcome = rotate(Model(weights).train())
         assert outcome.how("r3") == ("rotated", "online", "none")
         assert outcome.how("v") == ("rotated", "folded", "folded")
+
+
+@pytest.mark.filterwarnings("ignore:rotpass rotated nothing")
+@pytest.mark.parametrize("whole_layer", [True, False])
+@torch.no_grad()
+def test_fast_paths_that_hide_an_attention(whole_layer: bool) -> None:
+    """What torch.nn calls in eval mode under torch.compile: seen, refused, and the reason says how to avoid it."""
+
+    class Fast(nn.MultiheadAttention):
+        def forward(self, x):
+            weights = self.in_proj_weight, self.in_proj_bias, self.out_proj.weight, self.out_proj.bias
+            if torch.backends.mha.get_fastpath_enabled():
+                return torch._native_multi_head_attention(x, x, x, 48, 4, *weights)[0]
+            return super().forward(x, x, x)[0]
+
+    model = (
+        nn.TransformerEncoderLayer(48, 4, 64, batch_first=True) if whole_layer else Fast(48, 4, batch_first=True)
+    ).eval()
+    args = (torch.randn(2, LENGTH, 48),)
+    for enabled in (True, False):
+        torch._dynamo.reset()
+        backend = rotpass.backend(inner="eager", seed=6)
+        backend.clear()
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            compiled, plain = torch.compile(model, backend=backend)(*args), model(*args)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+        refused = [
+            (s.kind, s.reason.partition(" computes more than the attention: call")[0]) for s in backend.report.refused
+        ]
+        name = "aten._transformer_encoder_layer_fwd" if whole_layer else "aten._native_multi_head_attention"
+        assert refused == ([("r3", name), ("v", name)] if enabled else [])
+        assert len(backend.report.rotated) == (0 if enabled else 2 + whole_layer)
+    torch._dynamo.reset()
+
+
+def test_cross_attention_of_a_module() -> None:
+    """Its projections read slices of one weight."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(HIDDEN * 2, 3, batch_first=True)
+
+        def forward(self, x):
+            x, other = torch.cat([x, x.square()], -1), torch.cat([x.sin(), x], -1)
+            return self.attention(x, other, other)[0]
+
+    outcome = rotate(Model().train())
+    assert outcome.how("r3") == ("rotated", "online", "none")
+    assert outcome.how("v")[0] == "rotated" and outcome.how("v")[2] == "folded"
+    assert len(compiles_alike(Model().train()).rotated) == 2
 
 
 def test_quantized_where_the_attention_reads() -> None:

@@ -85,12 +85,16 @@ def test_a_callable_inner_is_not_kept_forever() -> None:
         ({"inner": "inductr"}, ValueError, "no backend 'inductr' for inner; it has .*inductor"),
         ({"inner": "rotpass"}, ValueError, "another backend than rotpass"),
         ({"inner": 3}, TypeError, "name of a torch.compile backend or a callable; got 3"),
-        ({"r5": True}, TypeError, "unknown recipe field 'r5'; valid fields: r3, v, r4"),
+        (
+            {"r5": True},
+            TypeError,
+            "unknown recipe field 'r5'; valid fields: r3, v, r4.*; beside them inner, strict and options",
+        ),
         ({"recipe": "r3"}, TypeError, "must be a rotpass.Recipe"),
         ({"strict": "yes"}, TypeError, "strict must be True or False"),
         ({"options": "max_autotune"}, TypeError, "options must be a dict of Inductor's options; got 'max_autotune'"),
         ({"options": {"max_autotun": True}}, ValueError, "unknown option 'max_autotun'.*such as max_autotune"),
-        ({"options": {"seed": 3}}, ValueError, "unknown option 'seed'; as rotpass.backend's own argument"),
+        ({"options": {"seed": 3}}, ValueError, "unknown option 'seed'; pass seed= to rotpass.backend itself"),
     ],
 )
 def test_wrong_arguments_say_what_is_right(kwargs: dict, error: type, says: str) -> None:

@@ -201,7 +201,7 @@ def test_canonical_factoring(n, expected):
 @pytest.mark.parametrize("n, block", BLOCKED.items())
 def test_widths_without_a_full_matrix(n, block):
     assert largest_block(n) == block
-    with pytest.raises(ValueError, match=f"order {n}: the largest block that divides it is {block}"):
+    with pytest.raises(ValueError, match=f"order {n}; the largest block that divides it is {block}"):
         hadamard_matrix(n)
 
 

@@ -533,3 +533,24 @@ def test_every_spelling_of_rope(rope, norm: str) -> None:
 
 def test_public_names() -> None:
     assert rotpass.RotationPass is RotationPass
+
+
+def test_an_input_with_the_name_of_a_builtin() -> None:
+    """``input`` is what torch.nn's own modules call theirs."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, input, len, type=None):  # noqa: A002
+            return self.down(F.gelu(self.up(input))) * len
+
+    model, x = Model(), torch.randn(2, 16)
+    for program in (export(model, (x, torch.ones(1))), export(nn.Sequential(model.up, nn.GELU(), model.down), (x,))):
+        pass_ = RotationPass(strict=True)
+        after = pass_(program)
+        assert pass_.report.counts["r4"] == 1
+        args = program.example_inputs[0]
+        torch.testing.assert_close(after.module()(*args), program.module()(*args), rtol=1e-5, atol=1e-5)
+        after.run_decompositions()

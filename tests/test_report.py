@@ -26,7 +26,7 @@ def test_table() -> None:
         "v     layers.0.attn  64     already  folded    folded",
         "r4    layers.0.down  3x512  rotated  online    folded",
         'r4    layers.1.down  0      refused  none      none    no <matrix> & no "block"',
-        "rotpass: 3 rotated (r3=1 v=1 r4=1), 1 refused",
+        "rotpass: 3 rotated (r3=1 v=1 r4=1), 1 of them already, 1 refused",
         "note: read me",
     ]
 

@@ -213,7 +213,7 @@ def backend(
         >>> compiled(x)
         >>> print(backend.report)
     """
-    recipe = as_recipe(recipe, recipe_fields)
+    recipe = as_recipe(recipe, recipe_fields, "; beside them inner, strict and options, which takes what is Inductor's")
     _check_inner(inner)
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False; got {strict!r}")

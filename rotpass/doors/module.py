@@ -30,6 +30,8 @@ from rotpass.recipe import Recipe, as_recipe
 from rotpass.report import Report, check
 from rotpass.rewrite import Fold, rotate
 
+HINT = "; arguments of the model itself go into args and kwargs"
+
 _alone = threading.RLock()
 
 
@@ -59,7 +61,7 @@ def explain(
 
     The model is exported with ``args`` and ``kwargs``; meta tensors will do. Parameters as for :func:`fold_`.
     """
-    recipe = as_recipe(recipe, recipe_fields)
+    recipe = as_recipe(recipe, recipe_fields, HINT)
     model = _uncompiled(model)
     _, capture = _capture(model, args, kwargs, dynamic_shapes)
     planned = plan.read(capture)
@@ -82,8 +84,8 @@ def fold_(
     """Makes the module itself a rotated one that computes the same function wherever it goes.
 
     V is folded into its projections' weights on both sides, R4 into the weight of each down projection with its online
-    half as a forward pre-hook there; what the example inputs do not reach (a branch not taken) is not seen; eager forward, ``generate()``, a quantizer, torch.compile and export all see the
-    same function. R3 has no weight to go to: the other doors, which recognise what is folded, add it. The persistent
+    half as a forward pre-hook there; eager forward, ``generate()``, a quantizer, torch.compile and export all see the
+    same function. What the example inputs do not reach (a branch not taken) is not found. R3 has no weight to go to: the other doors, which recognise what is folded, add it. The persistent
     buffer ``rotpass_plan`` goes along in the state dict. The cache that the module makes for itself holds rotated values.
 
     Args:
@@ -100,7 +102,7 @@ def fold_(
         ValueError: the model is folded already, the recipe asks for what a module cannot hold (``counter="online"``,
             ``fake_quant``), or a refused site under ``strict``. The model is as it was.
     """
-    recipe = dataclasses.replace(as_recipe(recipe, recipe_fields), r3=False)
+    recipe = dataclasses.replace(as_recipe(recipe, recipe_fields, HINT), r3=False)
     if recipe.counter == "online" or recipe.fake_quant is not None:
         raise ValueError("fold_ puts counter-rotations into weights: give it no counter='online' and no fake_quant")
     model = _uncompiled(model)

@@ -32,7 +32,7 @@ def check(options: dict[str, Any], also: str = "valid are") -> None:
     for name in options:
         if name.replace("-", "_") in known:
             continue
-        hint = "as rotpass.backend's own argument, " if name in OWN else ""
+        hint = f"pass {name}= to rotpass.backend itself; " if name in OWN else ""
         near = difflib.get_close_matches(name, known, n=3)
         near_text = f", such as {', '.join(near)}" if near else ""
         raise ValueError(

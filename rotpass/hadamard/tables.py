@@ -113,8 +113,10 @@ def factors(n: int, *, table: str = "default") -> tuple[int, ...]:
     found = _factors(n, table)
     if found is None:
         block = largest_block(n, table=table)
-        advice = f"the largest block that divides it is {block}" if block else "and no block of at least 16 divides it"
-        raise ValueError(f"the {table!r} table has no Hadamard matrix of order {n}: {advice}")
+        advice = (
+            f"the largest block that divides it is {block}" if block else "no block of at least 16 divides it either"
+        )
+        raise ValueError(f"the {table!r} table has no Hadamard matrix of order {n}; {advice}")
     return found
 
 

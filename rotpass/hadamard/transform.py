@@ -43,6 +43,8 @@ def hadamard_transform(
     for name, value in (("size", size), ("seed", seed)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
             raise TypeError(f"{name} must be an int or None; got {value!r}")
+    if not isinstance(transpose, bool):
+        raise TypeError(f"transpose must be True or False; got {transpose!r}")
     if size is None:
         size = x.shape[-1] if x.dim() else 1
     return torch.ops.rotpass.hadamard(x, size, transpose, table, seed)

@@ -82,6 +82,15 @@ def _call_with_statistics(node: Node) -> Attention | None:
     return found and output and dataclasses.replace(found, output=output)
 
 
+def _fused_away(node: Node) -> Attention | None:
+    """An operator that holds the projections too."""
+    name = str(node.target).removesuffix(".default")
+    why = (
+        f"{name} computes more than the attention: call torch.backends.mha.set_fastpath_enabled(False) before compiling"
+    )
+    return Attention(node, node, *[(node, 0)] * 3, unfit={"r3": why, "v": why})
+
+
 def _softmax(node: Node) -> Attention | None:
     """The softmax between two products of activations."""
     scores, probabilities = node.args[0], node
@@ -129,6 +138,8 @@ def _products(start: Node, step: Callable[[Node], list[Node]]) -> list[Product]:
 ATTENTIONS: dict[Callable, Callable[[Node], Attention | None]] = {
     aten.scaled_dot_product_attention.default: _call,
     torch.ops.higher_order.flex_attention: _call_with_statistics,
+    aten._transformer_encoder_layer_fwd.default: _fused_away,
+    aten._native_multi_head_attention.default: _fused_away,
     aten.softmax.int: _softmax,
     aten._softmax.default: _softmax,
     aten._safe_softmax.default: _softmax,

@@ -169,7 +169,8 @@ def _gathered(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
 
 def _piece(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
     cut = node.args[0]
-    return (cut, axes) if isinstance(cut, Node) and cut.target in (_CUTS | {aten.unbind.int}) else None
+    whole = isinstance(cut, Node) and cut.target in (_CUTS | {aten.unbind.int}) and _above(cut, axes) is not None
+    return (cut, axes) if whole else None
 
 
 def _cut(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
