@@ -543,7 +543,7 @@ def test_an_input_with_the_name_of_a_builtin() -> None:
             super().__init__()
             self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
-        def forward(self, input, len, type=None):  # noqa: A002
+        def forward(self, input, len, type=None):
             return self.down(F.gelu(self.up(input))) * len
 
     model, x = Model(), torch.randn(2, 16)

@@ -85,8 +85,9 @@ def fold_(
 
     V is folded into its projections' weights on both sides, R4 into the weight of each down projection with its online
     half as a forward pre-hook there; eager forward, ``generate()``, a quantizer, torch.compile and export all see the
-    same function. What the example inputs do not reach (a branch not taken) is not found. R3 has no weight to go to: the other doors, which recognise what is folded, add it. The persistent
-    buffer ``rotpass_plan`` goes along in the state dict. The cache that the module makes for itself holds rotated values.
+    same function. What the example inputs do not reach (a branch not taken) is not found. R3 has no weight to go to: the
+    other doors, which recognise what is folded, add it. The persistent buffer ``rotpass_plan`` goes along in the state
+    dict. The cache that the module makes for itself holds rotated values.
 
     Args:
         model: changed in place.
@@ -276,6 +277,8 @@ def _no_hook(model: nn.Module, capture: Capture, match: Match, inside: list[Node
     if any(fold.in_graph for fold in folds):
         return match.site.reason or "its weight does not fold"
     source = folds[0].at.projection.source
+    if folds[0].at.starts is not None:
+        return "its input is joined of several, of which one is an MLP's; the compile and program doors rotate it"
     if value(source).dim() > 2:
         return "its weight is a stack of experts, with no module to hook; the compile and program doors rotate it"
     key = _torch.storage_key(capture.values[source])

@@ -83,11 +83,12 @@ Leaf = After | Before | FoldPoint | Content | Crossing
 
 @dataclasses.dataclass(frozen=True)
 class Rotate:
-    """A Hadamard at a leaf; ``transpose`` takes one back."""
+    """A Hadamard at a leaf, along ``axis``; ``transpose`` takes one back."""
 
     at: After | Before
     rotation: Rotation
     transpose: bool = False
+    axis: int = -1
 
 
 @dataclasses.dataclass(frozen=True)

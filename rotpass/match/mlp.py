@@ -14,8 +14,8 @@ from collections.abc import Container
 import torch
 from torch.fx import Node
 
-from rotpass.match.projection import Projection, projection, stacked_projection
-from rotpass.match.walk import TRANSPARENT, last_dim, rotation_above, value
+from rotpass.match.projection import CONVOLUTIONS, Projection, pointwise_convolution, projection, stacked_projection
+from rotpass.match.walk import TRANSPARENT, Position, argument, carriers, columns_in_cat, rotation_above, users, value
 
 aten = torch.ops.aten
 
@@ -40,35 +40,80 @@ LONGEST_WALK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Mlp:
-    """An MLP's last projection and what was found before it."""
+    """An MLP's last projection, and where its input (``width`` values from ``offset`` on, along ``axis``) is read."""
 
     down: Projection
-    gated: bool
-    sources: tuple[Projection, ...]
+    user: Node
+    position: Position
+    offset: int
+    width: int
     rotated: Node | None  # a Hadamard node that is already on the input
+    axis: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the projection multiplies nothing else."""
+        return self.width == self.down.in_features
 
 
-def match_mlp(node: Node, weights: Container[Node] = ()) -> Mlp | None:
-    """Reads ``node`` as the projection that ends an MLP, or None; ``weights`` are the graph's parameters and buffers."""
+def match_mlps(node: Node, weights: Container[Node] = ()) -> list[Mlp]:
+    """The MLPs that ``node`` ends: none, one, or several side by side in its input; ``weights`` are the graph's parameters."""
+    if (down := pointwise_convolution(node)) is not None:
+        found = _walk(down.x, weights)
+        gated = found is not None and found[1] and found[2]
+        return [Mlp(down, node, node.args.index(down.x), 0, down.in_features, None, axis=1)] if gated else []
     down = projection(node) or stacked_projection(node)
     if down is None:
-        return None
-    rotated = rotation_above(down.x, last_dim(down.x))
-    found = _walk(rotated.args[0] if rotated else down.x, weights)
+        return []
+    if (found := _ends(down, down.x, down.in_features, weights)) is not None:
+        return [Mlp(down, node, node.args.index(down.x), 0, down.in_features, found.rotated)]
+    joined = _joined(down)
+    mlps = []
+    for i, part in enumerate(joined.args[0] if joined else ()):
+        columns = columns_in_cat(joined, part)
+        if (found := _ends(down, part, len(columns), weights)) is not None:
+            mlps.append(Mlp(down, joined, (0, i), columns.start, len(columns), found.rotated))
+    return mlps
+
+
+def _joined(down: Projection) -> Node | None:
+    """The ``cat`` along the last axis that is a projection's input and nobody else's, as in FLUX's single blocks."""
+    node = down.x
+    while len(users(node)) == 1:
+        if node.target is aten.cat.default:
+            return node if all(columns_in_cat(node, part) is not None for part in node.args[0]) else None
+        above = carriers(node, down.in_features)
+        if above is None or len(above) != 1:
+            return None
+        [node] = above
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    rotated: Node | None
+
+
+def _ends(down: Projection, x: Node, width: int, weights: Container[Node]) -> _Ends | None:
+    """Whether ``x``, ``width`` values of a projection's input, comes out of an MLP."""
+    rotated = rotation_above(x, width)
+    found = _walk(rotated.args[0] if rotated else x, weights)
     if found is None:
         return None
     sources, activated, gated = found
-    # Without a gate only the shape tells an MLP from `act -> linear` heads (AdaLN, time embedders): it contracts.
-    if not activated or not (
-        gated or all(s.in_features < down.in_features for s in sources) and down.out_features < down.in_features
-    ):
-        return None
-    return Mlp(down, gated, tuple(sources), rotated)
+    return _Ends(rotated) if activated and (gated or _narrows(sources, width, down.out_features)) else None
 
 
-def _walk(start: Node, weights: Container[Node]) -> tuple[list[Projection], bool, bool] | None:
-    """(projections met, whether an activation was, whether two values were multiplied); None for anything else."""
-    sources: dict[Node, Projection] = {}
+def _narrows(sources: list[int], inside: int, outside: int) -> bool:
+    """Without a gate only the shape tells an MLP from `act -> linear` heads (AdaLN, time embedders): the width inside is
+    larger than both others, or another one than that which it comes from and returns to."""
+    widths = set(sources)
+    return max(widths) < inside > outside or widths == {outside} != {inside}
+
+
+def _walk(start: Node, weights: Container[Node]) -> tuple[list[int], bool, bool] | None:
+    """(input widths of the projections met, whether an activation was, whether two values were multiplied), or None."""
+    sources: dict[Node, int] = {}  # and the widths that they come from
     seen, todo = set(), [start]
     while todo:
         node = todo.pop()
@@ -80,7 +125,10 @@ def _walk(start: Node, weights: Container[Node]) -> tuple[list[Projection], bool
         if node.op == "get_attr" or node in weights or not _holds_floats(node):
             continue
         if (source := projection(node) or stacked_projection(node)) is not None:
-            sources[node] = source
+            sources[node] = source.in_features
+            continue
+        if node.target in CONVOLUTIONS:
+            sources[node] = value(argument(node, "weight")).shape[1] * argument(node, "groups")
             continue
         if (
             node.target not in ACTIVATIONS | POINTWISE
@@ -117,7 +165,7 @@ def _cone(node: Node) -> set[Node]:
         n = todo.pop()
         if n in found or n.op != "call_function":
             continue
-        if projection(n) is not None or stacked_projection(n) is not None:
+        if projection(n) is not None or stacked_projection(n) is not None or n.target in CONVOLUTIONS:
             found.add(n)
             continue
         if _selects(n):

@@ -50,6 +50,29 @@ def stacked_projection(node: Node) -> Projection | None:
     return found if found is not None and found.source.op in ("placeholder", "get_attr") else None
 
 
+def pointwise_convolution(node: Node) -> Projection | None:
+    """Reads ``node`` as a convolution of kernel size 1, a projection of the channels; None if it is none.
+
+    Its ``x`` has them along axis 1, not along the last.
+    """
+    if node.op != "call_function" or node.target not in CONVOLUTIONS:
+        return None
+    weight, x = argument(node, "weight"), argument(node, "input")
+    if not isinstance(weight, Node) or not isinstance(x, Node) or value(x).dim() != value(weight).dim():
+        return None
+    shape = value(weight).shape
+    plain = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    if set(shape[2:]) != {1} or any(set(_listed(argument(node, name))) != {n} for name, n in plain.items()):
+        return None
+    bias = argument(node, "bias")
+    bias = bias if isinstance(bias, Node) else None
+    return Projection(node, x, weight, weight, 1, 0, bias, (), shape[1], shape[0])
+
+
+def _listed(argument: int | list[int]) -> list[int]:
+    return [argument] if isinstance(argument, int) else argument
+
+
 def _read(node: Node, spellings: dict, rank: int) -> Projection | None:
     spelling = spellings.get(node.target) if node.op == "call_function" else None
     if spelling is None:
@@ -102,6 +125,8 @@ SPELLINGS: dict[Callable, Callable] = {
     aten.mm.default: _matmul,
     aten.addmm.default: _addmm,
 }
+
+CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default}
 
 STACKED: dict[Callable, Callable] = {
     aten.bmm.default: _matmul,

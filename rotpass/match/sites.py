@@ -16,9 +16,18 @@ from rotpass.match.alias import Aliases
 from rotpass.match.attention import ATTENTIONS, Attention, match_attention
 from rotpass.match.edits import After, Before, Content, Edit, Fold, FoldPoint, Quantize, Rotate, RotateContent, Rotation
 from rotpass.match.lift import Carried, Lift, Plan
-from rotpass.match.mlp import Mlp, match_mlp
-from rotpass.match.projection import SPELLINGS, projection, stacked_spellings
-from rotpass.match.walk import FLOATS, TRANSPARENT, carriers, rotation_above, users, value
+from rotpass.match.mlp import Mlp, match_mlps
+from rotpass.match.projection import CONVOLUTIONS, SPELLINGS, projection, stacked_spellings
+from rotpass.match.walk import (
+    FLOATS,
+    TRANSPARENT,
+    carriers,
+    columns_in_cat,
+    last_dim,
+    rotation_above,
+    users,
+    value,
+)
 from rotpass.recipe import Recipe
 from rotpass.report import Site
 
@@ -69,10 +78,12 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
     # Anchors are single calls, found directly: Inductor's PatternMatcherPass passes over meta tensors and every dtype
     # that it cannot generate code for, and a site that is not seen is not reported.
     calls = sorted(
-        node for target in {*ATTENTIONS, *SPELLINGS, *stacked_spellings()} for node in _calls(capture.gm.graph, target)
+        node
+        for target in {*ATTENTIONS, *SPELLINGS, *stacked_spellings(), *CONVOLUTIONS}
+        for node in _calls(capture.gm.graph, target)
     )
     attentions = [found for node in calls if (found := match_attention(node))]
-    mlps = [found for node in calls if (found := match_mlp(node, capture.values))]
+    mlps = [found for node in calls for found in match_mlps(node, capture.values)]
     aliases = Aliases(capture.gm.graph)
     blocked: frozenset[Node] = frozenset()
     while True:
@@ -106,7 +117,7 @@ class _Matcher:
             for role in ("q", "k", "v"):
                 self._quantize_role(attention, role)
         for mlp in mlps:
-            found[mlp.down.node] = [m] if (m := self._r4(mlp)) else []
+            found.setdefault(mlp.down.node, []).extend([m] if (m := self._r4(mlp)) else [])
         ordered = [match for node in sorted(found) for match in found[node]]
         return Matches(ordered, self._quantizers, bool(attentions or mlps))
 
@@ -265,19 +276,24 @@ class _Matcher:
 
     def _undone_points(self, attention: Attention) -> list[FoldPoint] | None:
         """The projections that the output goes to, if it goes nowhere else and arrives there in whole heads."""
-        if attention.v_head_dim is None:
+        dim = attention.v_head_dim
+        if dim is None:
             return None
+        size = largest_block(dim, table=self._recipe.table) or dim
         points: list[FoldPoint] = []
-        todo = [attention.output]
+        todo: list[tuple[Node, range | None]] = [(attention.output, None)]  # with its columns in what it is joined with
         while todo:
-            node = todo.pop()
+            node, columns = todo.pop()
             if self._aliases.writes(node) or not users(node):
                 return None
             for user in users(node):
                 if (found := projection(user)) is not None and found.x is node and found.weight is not node:
-                    points.append(FoldPoint(found, "in", None, node))
-                elif carriers(user, attention.v_head_dim) == [node]:
-                    todo.append(user)
+                    starts = None if columns is None else tuple(columns)[::size]
+                    points.append(FoldPoint(found, "in", starts, node))
+                elif carriers(user, dim) == [node] and (columns is None or last_dim(user) == last_dim(node)):
+                    todo.append((user, columns))
+                elif columns is None and (joined := columns_in_cat(user, node)) is not None:
+                    todo.append((user, joined))
                 else:
                     return None
         return points
@@ -315,16 +331,13 @@ class _Matcher:
         down, recipe = mlp.down, self._recipe
         where = self._capture.where(down.node)
         folded = down.source in self._capture.folded or ("r4", where) in self._capture.already
-        position = down.node.args.index(down.x)
-        match = (
-            self._r4_site(mlp, where, folded, Before(down.node, position)) if self._wanted("r4", down.node) else None
-        )
+        match = self._r4_site(mlp, where, folded) if self._wanted("r4", down.node) else None
         if recipe.fake_quant is not None and (kind := _kind(recipe.fake_quant.down, symmetric=True)):
-            self._quantizers.append(Quantize(Before(down.node, position), kind, 0))
+            self._add_once(Quantize(Before(down.node, down.node.args.index(down.x)), kind, 0))
         return match
 
-    def _r4_site(self, mlp: Mlp, where: str, folded: bool, at: Before) -> Match:
-        down, recipe, width = mlp.down, self._recipe, mlp.down.in_features
+    def _r4_site(self, mlp: Mlp, where: str, folded: bool) -> Match:
+        down, recipe, width = mlp.down, self._recipe, mlp.width
         site = Site(kind="r4", where=where, size=0, width=width, status="refused")
         if mlp.rotated is not None:
             size = mlp.rotated.args[1]
@@ -352,10 +365,11 @@ class _Matcher:
             )
         rotation = Rotation(block, recipe.table, recipe.seed)
         site = dataclasses.replace(site, size=block, status="rotated", inserted="online")
-        edits: list[Edit] = [Rotate(at, rotation)]
+        edits: list[Edit] = [Rotate(Before(mlp.user, mlp.position), rotation, axis=mlp.axis)]
         if recipe.counter == "prefolded":
             return Match(dataclasses.replace(site, undone="prefolded"), edits)
-        point = FoldPoint(down, "in", None, down.x)
+        starts = None if mlp.is_whole else tuple(range(mlp.offset, mlp.offset + width, block))
+        point = FoldPoint(down, "in", starts, down.x)
         reason = self._no_fold(point)
         if reason and not _torch.is_plain(self._capture.values.get(down.source, value(down.source))):
             return Match(

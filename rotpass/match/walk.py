@@ -277,6 +277,17 @@ TRANSPARENT: dict[Callable, Rule] = {
 }  # fmt: skip
 
 
+def columns_in_cat(user: Node, node: Node) -> range | None:
+    """Which columns of ``user``, a cat along the last axis, ``node`` becomes."""
+    if user.target is not aten.cat.default or not _is_last(user, argument(user, "dim")):
+        return None
+    widths = [last_dim(part) for part in user.args[0]]
+    if user.args[0].count(node) != 1 or None in widths:
+        return None
+    i = user.args[0].index(node)
+    return range(sum(widths[:i]), sum(widths[: i + 1]))
+
+
 def disjoint(a: Node, b: Node) -> bool:
     """Whether two nodes certainly are different parts of one value."""
     if a.target is not b.target or a.args[:1] != b.args[:1]:

@@ -47,6 +47,11 @@ class Inserter:
         self._end[at.node] = new
         return new
 
+    def moved(self, at: Before, axis: int) -> Before:
+        """The place between two transposes before ``at`` where ``axis`` is the last one."""
+        self.put(at, aten.transpose.int, axis, -1)
+        return Before(self.put(at, aten.transpose.int, axis, -1), 0)
+
     def calls_before(self, user: Node) -> Callable[..., Node]:
         """Makes calls right before ``user`` that are read by nobody yet."""
 

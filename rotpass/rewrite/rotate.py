@@ -85,7 +85,9 @@ class _Editor:
         """Carries out one edit; folds by value wait for :meth:`finish`."""
         if isinstance(edit, Rotate):
             r = edit.rotation
-            self._inserter.put(edit.at, torch.ops.rotpass.hadamard.default, r.size, edit.transpose, r.table, r.seed)
+            at_last = edit.axis == -1
+            at = edit.at if at_last else self._inserter.moved(edit.at, edit.axis)
+            self._inserter.put(at, torch.ops.rotpass.hadamard.default, r.size, edit.transpose, r.table, r.seed)
         elif isinstance(edit, Quantize):
             self._inserter.put(edit.at, torch.ops.rotpass.fake_quantize.default, edit.kind, edit.group)
         elif isinstance(edit, RotateContent):

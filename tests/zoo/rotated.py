@@ -1,0 +1,147 @@
+"""The zoo's models through both doors: their sites, one a line, and how far the rotated model is from the one before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.utils import _pytree as pytree
+
+import rotpass
+from rotpass.report import Report, Site
+
+HERE = Path(__file__).parent
+SITES = HERE / "sites.txt"
+
+# No float64 path: grouped_mm and flex_attention.
+FLOAT32 = {
+    "llama_flex", "qwen3_moe", "qwen3_next", "mixtral", "granitemoe", "deepseek_v2", "deepseek_v3", "jamba", "gpt_oss",
+}  # fmt: skip
+
+# These round to float32 inside even when their weights are float64, so a difference of 1e-16 may come out as 1e-7.
+ROUND_INSIDE = {"gemma3n_text", "gemma4_text", "gpt_neo", "llama4_text", "ernie4_5", "flux", "flux2", "meta_complex", "z_image"}
+
+# What torch.export itself refuses; these have the compile door alone.
+NOT_EXPORTED = {
+    "dbrx": "data-dependent guards",
+    "qwen2_5_vl_vision": "data-dependent guards",
+    "lumina2": "TypeError: unhashable SymInt",
+}
+
+# transformers' own decode steps that fail without rotpass.
+NO_STATIC_CACHE = {
+    "deepseek_v3": "a fake-tensor error of its static cache",
+    "falcon_7b": "a fake-tensor error of its static cache",
+}
+
+
+def tolerance(name: str) -> float:
+    """Largest difference, relative to the largest output."""
+    return 1e-5 if name in FLOAT32 else 3e-6 if name in ROUND_INSIDE else 1e-9
+
+
+def built(name: str) -> tuple[torch.nn.Module, tuple, dict]:
+    """A model with weights and biases that are not small, some outliers among them, and its inputs."""
+    from architectures import build
+
+    dtype = torch.float32 if name in FLOAT32 else torch.float64
+    model, args, kwargs = build(name)
+    model = spoil(model.to(dtype))
+    return model, *pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+
+def spoil(model: torch.nn.Module) -> torch.nn.Module:
+    """Offsets and outliers, by which a wrong rotation shows where random normal weights hide it."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_((torch.randn(p.shape, generator=generator) * 0.05 + 0.01).to(p.dtype))
+            p.view(-1)[:: max(p.numel() // 3, 1)] *= 2
+    return model
+
+
+@torch.no_grad()
+def through_export(name: str) -> tuple[Report, float]:
+    """Its report, and the difference from the exported program (the model itself is no oracle: it may not repeat)."""
+    model, args, kwargs = built(name)
+    program = torch.export.export(model, args, kwargs, strict=False)
+    pass_ = rotpass.RotationPass(seed=5)
+    rotated = pass_(program)
+    return pass_.report, difference(program.module()(*args, **kwargs), rotated.module()(*args, **kwargs))
+
+
+@torch.no_grad()
+def through_compile(name: str) -> tuple[Report, float]:
+    """The same through torch.compile, beside the graphs that it makes without rotpass."""
+    model, args, kwargs = built(name)
+    outputs = []
+    backend = rotpass.backend(inner="aot_eager", seed=5)
+    backend.clear()
+    for made in ("aot_eager", backend):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        outputs.append(torch.compile(model, backend=made)(*args, **kwargs))
+    torch._dynamo.reset()
+    return backend.report, difference(*outputs)
+
+
+def difference(a: object, b: object) -> float:
+    """The largest over all outputs, relative to the largest value of each."""
+    pairs = list(zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
+    floats = [(x, y) for x, y in pairs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    assert floats and all(x.shape == y.shape and x.isfinite().all() for x, y in floats)
+    return max(((x - y).abs().max() / x.abs().max().clamp_min(1e-30)).item() for x, y in floats)
+
+
+DOORS: dict[str, Callable[[str], tuple[Report, float]]] = {"export": through_export, "compile": through_compile}
+
+
+def line(site: Site) -> str:
+    """A site as the table keeps it."""
+    size = f"{site.width}" if site.size in (0, site.width) else f"{site.width // site.size}x{site.size}"
+    words = (site.kind, site.where or "(root)", size, site.status, site.inserted, site.undone)
+    return " ".join(words) + (f": {site.reason}" if site.reason else "")
+
+
+def names() -> list[str]:
+    """All models of the zoo."""
+    from architectures import REG
+
+    return list(REG)
+
+
+def doors(name: str) -> list[str]:
+    """The doors that a model can go through at all."""
+    return ["compile"] if name in NOT_EXPORTED else ["export", "compile"]
+
+
+def expected() -> dict[tuple[str, str], list[str]]:
+    """(model, door) -> the lines of its sites. A block without a door is for both."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for block in SITES.read_text(encoding="utf-8").strip().split("\n\n"):
+        title, *lines = block.splitlines()
+        name, _, door = title.partition(" ")
+        for each in [door.strip("()")] if door else DOORS:
+            found[name, each] = [text.strip() for text in lines]
+    return found
+
+
+def measured() -> Iterator[str]:
+    """The blocks of sites.txt as they are now; raises where a rotated model differs from the one before."""
+    for name in names():
+        found = {}
+        for door in doors(name):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                report, error = DOORS[door](name)
+            assert error <= tolerance(name), (name, door, error)
+            found[door] = [line(site) for site in report]
+        same = len(found) == 2 and found["export"] == found["compile"]
+        for door, lines in list(found.items())[: 1 if same else 2]:
+            yield "\n".join([name if same else f"{name} ({door})", *(f"    {text}" for text in lines)])
+
+
+if __name__ == "__main__":
+    SITES.write_text("\n\n".join(measured()) + "\n", encoding="utf-8")
