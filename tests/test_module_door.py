@@ -534,7 +534,7 @@ def test_computed_weights() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = Mlp(wrap(nn.Linear(64, 16)))
-        assert "a stack of experts, with no module to hook" in folded_right(model, ["refused"])[0].reason
+        assert "not a parameter" in folded_right(model, ["refused"])[0].reason
 
 
 def test_stacked_experts() -> None:
