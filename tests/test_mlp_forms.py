@@ -106,6 +106,54 @@ def test_a_convolution_that_is_no_projection(kernel: int, groups: int) -> None:
     assert rotate(ConvGate(2, kernel, groups)).report.sites == []
 
 
+def spelled_out(h):
+    return h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(h.dtype)
+
+
+def sparse(h):
+    """Gemma 3n's: what is far enough above the mean."""
+    return F.gelu(F.relu(h - (h.mean(-1, keepdim=True) + 0.5 * h.std(-1, keepdim=True, unbiased=False))))
+
+
+NORMS = {
+    "rms_norm": lambda h: F.rms_norm(h, (64,)),
+    "layer_norm": lambda h: F.layer_norm(h, (64,)),
+    "spelled out": spelled_out,
+    "sparse": sparse,
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_before_the_last_projection(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(HIDDEN, 64), nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+
+        def forward(self, x):
+            return self.down(NORMS[name](F.silu(self.gate(x)) * self.up(x)))
+
+    assert rotate(Model()).how("r4") == ("rotated", "online", "folded")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_time_embedders_of_any_shape(autocast: bool) -> None:
+    """They read sines and cosines, computed under autocast in some models."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, t):
+            with torch.autocast("cpu", enabled=False) if autocast else torch.no_grad():
+                angles = t.flatten()[:, None] * torch.arange(8, dtype=t.dtype)
+                waves = torch.cat([angles.cos(), angles.sin()], -1)
+            return self.down(F.silu(self.up(waves.to(t.dtype))))
+
+    assert rotate(Model()).report.sites == []
+
+
 class Ungated(nn.Module):
     def __init__(self, outer: int, inside: int, out: int) -> None:
         super().__init__()

@@ -554,7 +554,10 @@ def test_report() -> None:
     assert report.counts == {"r3": 1, "v": 1, "r4": 1} and list(report) == SITES and len(report) == 4
     lines = str(report).splitlines()
     assert len({line.index(w) for line, w in zip(lines, ["status", "rotated", "already", "rotated", "refused"])}) == 1
-    assert "2x32" in lines[3] and lines[-2:] == ["rotpass: 3 rotated (r3=1 v=1 r4=1), 1 of them already, 1 refused", "note: a note"]
+    assert "2x32" in lines[3] and lines[-2:] == [
+        "rotpass: 3 rotated (r3=1 v=1 r4=1), 1 of them already, 1 refused",
+        "note: a note",
+    ]
     page = report._repr_html_()
     assert "&lt;a&gt;" in page and "<a>" not in page and "width 6 &amp; no matrix" in page
     told = report.to_dict()

@@ -90,10 +90,11 @@ class Aliases:
         operands = [n for n in node.all_input_nodes if n.op != "get_attr"]
         for n in operands:
             self._join(node, n)
-        return operands if any(_writes_anything(body) for body in _bodies(node)) else []
+        return operands if any(_writes_anything(body) for body in bodies(node)) else []
 
 
-def _bodies(node: Node) -> list[GraphModule]:
+def bodies(node: Node) -> list[GraphModule]:
+    """The graphs that a higher-order operator is given."""
     owner = node.graph.owning_module
     named = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
     found = [getattr(owner, name, None) for name in named] if owner is not None else []
@@ -104,8 +105,8 @@ def _writes_anything(body: GraphModule) -> bool:
     return any(
         getattr(n.target, "_schema", None) is not None
         and n.target._schema.is_mutable
-        or bool(_bodies(n))
-        and any(map(_writes_anything, _bodies(n)))
+        or bool(bodies(n))
+        and any(map(_writes_anything, bodies(n)))
         for n in body.graph.nodes
         if n.op == "call_function"
     )

@@ -14,6 +14,7 @@ from collections.abc import Container
 import torch
 from torch.fx import Node
 
+from rotpass.match.alias import bodies
 from rotpass.match.projection import CONVOLUTIONS, Projection, pointwise_convolution, projection, stacked_projection
 from rotpass.match.walk import TRANSPARENT, Position, argument, carriers, columns_in_cat, rotation_above, users, value
 
@@ -34,6 +35,15 @@ POINTWISE = {
     aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default, aten.where.self,
     aten.mul_.Tensor, aten.add_.Tensor, aten.hardtanh.default,
 }  # fmt: skip
+
+# A norm of the hidden values, and what it is made of where it is spelled out.
+NORMS = {
+    aten.rms_norm.default, aten.layer_norm.default, aten.mean.dim, aten.var.correction, aten.std.correction,
+    aten.var.dim, aten.std.dim,
+    aten.rsqrt.default, aten.sqrt.default, aten.reciprocal.default,
+}  # fmt: skip
+
+BETWEEN = ACTIVATIONS | POINTWISE | NORMS
 
 LONGEST_WALK = 64
 
@@ -101,18 +111,33 @@ def _ends(down: Projection, x: Node, width: int, weights: Container[Node]) -> _E
     if found is None:
         return None
     sources, activated, gated = found
-    return _Ends(rotated) if activated and (gated or _narrows(sources, width, down.out_features)) else None
+    is_mlp = gated or _narrows(set(sources.values()), width, down.out_features) and not any(map(_embeds, sources))
+    return _Ends(rotated) if activated and is_mlp else None
 
 
-def _narrows(sources: list[int], inside: int, outside: int) -> bool:
+def _embeds(source: Node) -> bool:
+    """Whether a projection reads sines and cosines: the first of a time or position embedder."""
+    seen, todo = set(), source.all_input_nodes[:1]
+    while todo and len(seen) < LONGEST_WALK:
+        node = todo.pop()
+        if node.target in (aten.cos.default, aten.sin.default):
+            return True
+        if any(n.target in (aten.cos.default, aten.sin.default) for body in bodies(node) for n in body.graph.nodes):
+            return True
+        if node not in seen and node.target in TRANSPARENT:
+            todo.extend(node.all_input_nodes)
+        seen.add(node)
+    return False
+
+
+def _narrows(widths: set[int], inside: int, outside: int) -> bool:
     """Without a gate only the shape tells an MLP from `act -> linear` heads (AdaLN, time embedders): the width inside is
     larger than both others, or another one than that which it comes from and returns to."""
-    widths = set(sources)
     return max(widths) < inside > outside or widths == {outside} != {inside}
 
 
-def _walk(start: Node, weights: Container[Node]) -> tuple[list[int], bool, bool] | None:
-    """(input widths of the projections met, whether an activation was, whether two values were multiplied), or None."""
+def _walk(start: Node, weights: Container[Node]) -> tuple[dict[Node, int], bool, bool] | None:
+    """(the projections met, with their input widths, whether an activation was, whether two values were multiplied), or None."""
     sources: dict[Node, int] = {}  # and the widths that they come from
     seen, todo = set(), [start]
     while todo:
@@ -130,24 +155,20 @@ def _walk(start: Node, weights: Container[Node]) -> tuple[list[int], bool, bool]
         if node.target in CONVOLUTIONS:
             sources[node] = value(argument(node, "weight")).shape[1] * argument(node, "groups")
             continue
-        if (
-            node.target not in ACTIVATIONS | POINTWISE
-            and node.target not in TRANSPARENT
-            and node.target is not operator.getitem
-        ):
+        if node.target not in BETWEEN and node.target not in TRANSPARENT:
             return None
         todo.extend(node.all_input_nodes)
     if not sources:
         return None
     # Only now, when projections bound what is above: a residual stream would lead through all layers before.
     gated = any(node.target in (aten.mul.Tensor, aten.mul_.Tensor) and _is_gate(node) for node in seen)
-    return list(sources.values()), any(node.target in ACTIVATIONS for node in seen), gated
+    return sources, any(node.target in ACTIVATIONS for node in seen), gated
 
 
 def _holds_floats(node: Node) -> bool:
     """Whether a node's value can be of the chain: not a number, indices or a mask."""
     v = value(node)
-    return isinstance(v, (tuple, list)) or isinstance(v, torch.Tensor) and v.is_floating_point()
+    return isinstance(v, (tuple, list)) or isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 0
 
 
 def _is_gate(node: Node) -> bool:

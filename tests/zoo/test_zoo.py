@@ -1,9 +1,10 @@
 """Every architecture of the zoo, through both doors: the expected sites, each with its reason, and the same outputs.
 
-``python tests/zoo/rotated.py`` writes the expected sites anew, ``python tests/zoo/table.py`` MODELS.md from them.
+``python tests/zoo/rotated.py [MODEL ...]`` writes the expected sites anew, ``python tests/zoo/table.py`` MODELS.md from them.
 """
 
 import pytest
+import table
 
 pytest.importorskip("transformers", reason="the zoo's models are transformers'")
 pytest.importorskip("diffusers", reason="the zoo's models are diffusers'")
@@ -20,3 +21,16 @@ def test_architecture(name: str, door: str) -> None:
     assert error <= tolerance(name)
     assert [line(site) for site in report] == expected()[name, door]
     assert all(site.reason for site in report.refused)
+
+
+def test_models_md_is_the_table_of_these_sites() -> None:
+    assert table.MODELS.read_text(encoding="utf-8") == table.table()
+
+
+def test_what_there_is_to_find() -> None:
+    """At least 98 % of the attentions get R3, and of the linears that end an MLP R4, but for widths without a matrix."""
+    rows = [table.row(name)[1] for name in names()]
+    r3, attentions, r4, mlps = map(sum, zip(*rows))
+    lines = [text for lines in expected().values() for text in lines]
+    assert r3 >= 0.98 * attentions and r4 >= 0.97 * mlps
+    assert all("no Hadamard matrix" in text or "fastpath" in text for text in lines if " refused " in text)
