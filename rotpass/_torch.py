@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 OLDEST, NEWEST = (2, 11), (2, 14)
 
@@ -66,16 +67,28 @@ def no_saved_tensor_hooks() -> Iterator[None]:
         torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
-def transforms_floats(graph: torch.fx.Graph) -> bool:
-    """Whether ``torch.func`` transforms something in Dynamo's graph other than the making of masks (flex_attention's)."""
-    # 2.11-2.14: the calls around what is transformed are nodes of the graph; values go in and out through them.
-    for node in graph.nodes:
-        module = getattr(node.target, "__module__", None) or ""
-        if module.startswith(("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad")):
-            taken = [n.meta.get("example_value") for n in node.all_input_nodes]
-            if any(isinstance(v, Tensor) and v.is_floating_point() for v in taken):
-                return True
-    return False
+def apply_at_autograd_key(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply`` for a kernel at an operator's Autograd key, under ``torch.func`` transforms too."""
+    # 2.11-2.14. The dispatcher has come here through functorch's layers: what Function.apply does about them would be
+    # done twice. The switch is the one that functorch's own custom_function_call turns.
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Redispatches from a ``Function.forward`` that ran by :func:`apply_at_autograd_key` to what lies below."""
+    # apply() has turned off what an outer torch.func level may need; functorch itself remembers which levels do not.
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def is_functorch(target: Any) -> bool:
+    """Whether a call in Dynamo's graph is one of those around which ``torch.func`` transforms (2.11-2.14)."""
+    module = getattr(target, "__module__", None) or ""
+    return module.startswith(("torch._functorch.", "torch._C._functorch", "torch.autograd.forward_ad"))
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -99,8 +99,10 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     Raises:
         NotImplementedError: the graph holds what has no form in ATen, or none that a rotation could stand in.
     """
-    if _torch.transforms_floats(gm.graph):
-        raise NotImplementedError("torch.func transforms (vmap, grad, jvp, ...) inside the graph")
+    if any(_torch.is_functorch(node.target) for node in gm.graph.nodes if node.op == "call_function"):
+        raise NotImplementedError(
+            "torch.func transforms (vmap, grad, jvp; flex_attention makes its block mask by vmap if it is given none) in it"
+        )
     before = gm.graph.find_nodes(op="placeholder")
     inputs, mode = _fake_inputs(before, example_inputs)
     with mode, preserve_node_meta(), _torch.no_saved_tensor_hooks():

@@ -7,6 +7,7 @@ lifted through Dynamo or an export's signature. Importing this module builds not
 import torch
 from torch import Tensor
 
+from rotpass import _torch
 from rotpass.hadamard.apply import apply_any, apply_cpu
 from rotpass.hadamard.tables import check_table, factors
 from rotpass.quantize import check_kind, quantize_dequantize
@@ -57,13 +58,30 @@ def _hadamard_fake(x: Tensor, size: int, transpose: bool = False, table: str = "
     return torch.empty_like(x)
 
 
-def _hadamard_setup(ctx, inputs, output) -> None:
-    _, ctx.size, ctx.transpose, ctx.table, ctx.seed = inputs
+class _Hadamard(torch.autograd.Function):
+    """Linear: its own derivative forward, and its transpose backward (R is orthonormal, the signs their own inverse)."""
+
+    @staticmethod
+    def forward(x: Tensor, size: int, transpose: bool, table: str, seed: int | None) -> Tensor:
+        with _torch.below_autograd():
+            return torch.ops.rotpass.hadamard(x, size, transpose, table, seed)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, *ctx.how = inputs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        size, transpose, table, seed = ctx.how
+        return torch.ops.rotpass.hadamard(grad, size, not transpose, table, seed), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, *_: None) -> Tensor:
+        return torch.ops.rotpass.hadamard(tangent, *ctx.how)
 
 
-def _hadamard_backward(ctx, grad: Tensor):
-    # R is orthonormal and the signs are their own inverse: the gradient is the op's own transpose.
-    return torch.ops.rotpass.hadamard(grad, ctx.size, not ctx.transpose, ctx.table, ctx.seed), None, None, None, None
+def _hadamard_autograd(x: Tensor, size: int, transpose: bool = False, table: str = "default", seed: int | None = None):
+    return _torch.apply_at_autograd_key(_Hadamard, x, size, transpose, table, seed)
 
 
 def _hadamard_vmap(info, in_dims, x: Tensor, size, transpose=False, table="default", seed=None):
@@ -76,7 +94,7 @@ def _hadamard_vmap(info, in_dims, x: Tensor, size, transpose=False, table="defau
 _library.impl("hadamard", _hadamard_any, "CompositeExplicitAutograd")
 _library.impl("hadamard", _hadamard_cpu, "CPU")
 torch.library.register_fake("rotpass::hadamard", _hadamard_fake, lib=_library)
-torch.library.register_autograd("rotpass::hadamard", _hadamard_backward, setup_context=_hadamard_setup, lib=_library)
+_library.impl("hadamard", _hadamard_autograd, "Autograd")
 torch.library.register_vmap("rotpass::hadamard", _hadamard_vmap, lib=_library)
 
 # ----------------------------------------------------------------------------------------------------- fake_quantize
@@ -99,12 +117,29 @@ def _fake_quantize_fake(x: Tensor, kind: str, group: int = 0) -> Tensor:
     return torch.empty_like(x)
 
 
-def _fake_quantize_setup(ctx, inputs, output) -> None:
-    pass
+class _FakeQuantize(torch.autograd.Function):
+    """Straight through, in both directions."""
+
+    @staticmethod
+    def forward(x: Tensor, kind: str, group: int) -> Tensor:
+        with _torch.below_autograd():
+            return torch.ops.rotpass.fake_quantize(x, kind, group)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
 
 
-def _fake_quantize_backward(ctx, grad: Tensor):
-    return grad, None, None  # straight through
+def _fake_quantize_autograd(x: Tensor, kind: str, group: int = 0):
+    return _torch.apply_at_autograd_key(_FakeQuantize, x, kind, group)
 
 
 def _fake_quantize_vmap(info, in_dims, x: Tensor, kind, group=0):
@@ -118,7 +153,5 @@ def _fake_quantize_vmap(info, in_dims, x: Tensor, kind, group=0):
 
 _library.impl("fake_quantize", _fake_quantize, "CompositeExplicitAutograd")
 torch.library.register_fake("rotpass::fake_quantize", _fake_quantize_fake, lib=_library)
-torch.library.register_autograd(
-    "rotpass::fake_quantize", _fake_quantize_backward, setup_context=_fake_quantize_setup, lib=_library
-)
+_library.impl("fake_quantize", _fake_quantize_autograd, "Autograd")
 torch.library.register_vmap("rotpass::fake_quantize", _fake_quantize_vmap, lib=_library)

@@ -92,6 +92,9 @@ class Form(Attention):
         super().__init__(kv_heads)
         self.form = form
 
+    def heads(self, t):
+        return t.view(*t.shape[:2], t.shape[-1] // WIDTH, WIDTH).transpose(1, 2)  # -1 is ambiguous in an empty batch
+
     def attend(self, q, k, v):
         k = k * torch.linspace(0.5, 2, WIDTH, dtype=k.dtype)  # as RoPE: no rotation goes before it
         if k.shape[1] != q.shape[1]:
@@ -240,6 +243,96 @@ def test_head_vectors_along_another_axis() -> None:
         lambda q, k, v: torch.einsum("bhqk,bhdk->bhqd", (q @ k.mT).softmax(-1), v.mT.square()),
         "its values do not lie along the last axis",
     )
+
+
+def differential(q, k, v):
+    half = WIDTH // 2
+    first, second = ((a[..., :half] @ a[..., half:].mT).softmax(-1) for a in (q + k, q - k))
+    return (first - 0.4 * second) @ v
+
+
+def mixed(q, k, v):
+    return ((q @ k.mT).softmax(-1) * 0.5 + 0.5 * (q @ k.mT * 0.1).softmax(-1)) @ v
+
+
+def twice(q, k, v):
+    return (q @ k.mT).softmax(-1).softmax(-1) @ v
+
+
+def joined(q, k, v):
+    scores = q @ k.mT
+    return torch.cat([scores[:, :, :2].softmax(-1), (scores[:, :, 2:] * 2).softmax(-1)], 2) @ v
+
+
+@pytest.mark.parametrize("form", [differential, mixed, twice, joined], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("counter", ["fold", "online"])
+def test_several_softmaxes_before_one_product(form, counter: str) -> None:
+    """V is rotated once and taken back once."""
+    outcome = rotate(Form(form), counter=counter)
+    [v] = [site for site in outcome.report if site.kind == "v"]
+    assert v.status == "rotated"
+    compiles_alike(Form(form), counter=counter)
+    assert [site.kind for site in rotate(Form(form), r3=False).report] == ["v"]
+
+
+def test_an_output_that_is_added_in_the_same_call() -> None:
+    def added(q, k, v):
+        return torch.baddbmm(flat(q), (flat(q) @ flat(k).mT).softmax(-1), flat(v)).view(q.shape)
+
+    def not_added(q, k, v):
+        return torch.baddbmm(flat(q), (flat(q) @ flat(k).mT).softmax(-1), flat(v), beta=0).view(q.shape)
+
+    refused("v", added, "its output is added to something else in the same call")
+    assert len(rotate(Form(not_added)).report.rotated) == 2
+
+
+@torch.no_grad()
+def test_flex_attention_that_makes_its_own_mask_is_left_alone() -> None:
+    """Without a block mask it makes one by vmap inside the graph."""
+    torch._dynamo.reset()
+    backend = rotpass.backend(inner="eager", seed=7)
+    backend.clear()
+    q = torch.randn(1, 2, 16, 16)
+    with pytest.warns(UserWarning, match="left as it is.*flex_attention makes its block mask by vmap"):
+        found = torch.compile(lambda q: flex_attention(q, q, q) * 2, backend=backend)(q)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, q, q) * 2, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(0, LENGTH, HIDDEN), (2, 0, HIDDEN)])
+@pytest.mark.parametrize("form", [matmul, F.scaled_dot_product_attention], ids=lambda form: form.__name__)
+def test_empty_batches(form, shape) -> None:
+    """They show no rows to fold into, and other batches come later."""
+    torch._dynamo.reset()
+    model, empty = Form(form).double().eval(), torch.zeros(shape, dtype=torch.float64)
+    compiled = torch.compile(model, backend=rotpass.backend(inner="eager", seed=5))
+    assert compiled(empty).shape == model(empty).shape
+    torch.testing.assert_close(compiled(x_of()), model(x_of()), rtol=1e-9, atol=1e-9)
+    before = model(x_of())
+    rotpass.fold_(model, (empty,), seed=5)
+    torch.testing.assert_close(model(x_of()), before, rtol=1e-9, atol=1e-9)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_weight_that_projects_values_and_outputs() -> None:
+    """Folded one way for its one use, the other way for the other."""
+
+    class Tied(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+        def heads(self, t):
+            return t.unflatten(-1, (-1, 8)).transpose(1, 2)
+
+        def out(self, y):
+            return F.linear(self.merge(y), self.v.weight)
+
+    report = compiles_alike(Tied())
+    assert [(s.inserted, s.undone) for s in report if s.kind == "v"] == [("folded", "folded")]
+    assert len(rotate(Tied()).report.rotated) == 2
 
 
 class Router(nn.Module):

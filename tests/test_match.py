@@ -1034,6 +1034,58 @@ def test_a_cache_that_is_written_beside_the_attention(update: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("how", ["input", "buffer", "parameter"])
+def test_a_cache_that_a_graph_only_reads(how: str) -> None:
+    """Cross-attention's, filled by another graph: a buffer could be that or a constant, so it raises."""
+    torch._dynamo.reset()
+
+    class Model(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            kept = torch.randn(2, HEADS, 8, WIDTH)
+            if how == "buffer":
+                self.register_buffer("kept", kept)
+            elif how == "parameter":
+                self.kept = nn.Parameter(kept)
+
+        def forward(self, x, kept):
+            kept = kept if how == "input" else self.kept
+            values = self.heads(self.v(x))[:, :, :1].expand(-1, -1, kept.shape[2], -1)
+            return self.out(self.attend(self.heads(self.q(x)), kept, values))
+
+    model, kept = randomize_(Model().double()), torch.randn(2, HEADS, 8, WIDTH, dtype=torch.float64)
+    compiled = torch.compile(model, backend=rotpass.backend(inner="eager", cache="rotated", r4=False))
+    if how == "buffer":
+        with pytest.raises(
+            Exception, match="at 'kept' and cannot be rotated: this graph does not write it: pass a cache"
+        ):
+            compiled(x_of(), kept)
+    else:
+        r = rotation_matrix(WIDTH) if how == "input" else torch.eye(WIDTH, dtype=torch.float64)
+        equal(compiled(x_of(), kept @ r.T), model(x_of(), kept))
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_cache_that_is_read_transposed() -> None:
+    class Model(Attention):
+        def forward(self, x, keys, values):
+            q, k, v = (self.heads(f(x)) for f in (self.q, self.k, self.v))
+            keys.index_copy_(2, torch.arange(2, 7), k)
+            values[:, :, 2:7] = v
+            return self.out((q @ keys.mT).softmax(-1) @ values)
+
+    torch._dynamo.reset()
+    model, r = randomize_(Model().double()), rotation_matrix(WIDTH)
+    compiled = torch.compile(model, backend=rotpass.backend(inner="eager", cache="rotated", strict=True))
+    plain = [torch.randn(2, HEADS, 8, WIDTH, dtype=torch.float64) for _ in range(2)]
+    rotated = [cache @ r.T for cache in plain]
+    equal(compiled(x_of(), *rotated), model(x_of(), *plain))
+    equal(rotated, [cache @ r.T for cache in plain])
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
 def test_a_literal_under_aot_autograd() -> None:
     model, x = randomize_(Mlp().double().eval()), x_of()
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotpass.hadamard.stages as stages
 import rotpass.hadamard.tables as tables
-import rotpass.ops  # noqa: F401
+import rotpass.ops
 from rotpass.hadamard import factor_matrices, hadamard_matrix, hadamard_transform, signs
 
 hadamard = torch.ops.rotpass.hadamard
@@ -449,3 +449,69 @@ def test_inference_mode_and_grad_modes_mix():
         y = hadamard(x, 64)
         assert y.is_inference()
     torch.testing.assert_close(hadamard(x.clone(), 64), y.clone())
+
+
+# --- torch.func and forward-mode derivatives
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "dual numbers": lambda f, x: _with_duals(f, x),
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).pow(3).sum())(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda y: f(y).pow(3).sum()))(x),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda y: torch.vmap(f)(y).pow(3).sum())(x),
+}
+
+# Levels within levels: each of them pairs two of these.
+DERIVATIVES = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "grad": lambda f, x: (torch.func.grad(lambda y: f(y).sum())(x) * x.sin()).sum(),
+    "autograd": lambda f, x: (
+        torch.autograd.grad(f(x.requires_grad_()).sum(), x, create_graph=True)[0] * x.sin()
+    ).sum(),
+}
+
+
+def _with_duals(f, x):
+    forward = torch.autograd.forward_ad
+    with forward.dual_level():
+        return forward.unpack_dual(f(forward.make_dual(x, x.cos()))).tangent
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_torch_func(name: str, transpose: bool) -> None:
+    x, r = torch.randn(3, 12, dtype=torch.float64), rotpass.hadamard_matrix(12) / 12**0.5
+    r = r.T if transpose else r
+    found = TRANSFORMS[name](lambda y: torch.ops.rotpass.hadamard(y, 12, transpose), x)
+    torch.testing.assert_close(found, TRANSFORMS[name](lambda y: y @ r.T, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("outer", DERIVATIVES)
+@pytest.mark.parametrize("inner", ["jvp", "grad"])
+def test_torch_func_twice(outer: str, inner: str) -> None:
+    x, r = torch.randn(3, 12, dtype=torch.float64), rotpass.hadamard_matrix(12) / 12**0.5
+
+    def second(rotate):
+        return DERIVATIVES[outer](lambda y: DERIVATIVES[inner](lambda z: rotate(z).pow(3).sum(), y), x.clone())
+
+    dense = second(lambda y: y @ r.T)
+    assert dense.abs() > 0.1
+    torch.testing.assert_close(second(lambda y: torch.ops.rotpass.hadamard(y, 12)), dense, rtol=1e-10, atol=1e-10)
+
+
+def test_torch_func_under_no_grad() -> None:
+    """What is outside stays untracked, what is inside is not."""
+    x = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        found = torch.func.grad(lambda y: torch.ops.rotpass.hadamard(y, 12).pow(2).sum())(x)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, 2 * x.detach())
+
+
+@pytest.mark.parametrize("name", ["jvp", "dual numbers", "jacrev", "jacfwd"])
+def test_torch_func_straight_through(name: str) -> None:
+    x = torch.randn(3, 12, dtype=torch.float64)
+    found = TRANSFORMS[name](lambda y: torch.ops.rotpass.fake_quantize(y, "int4"), x)
+    torch.testing.assert_close(found, TRANSFORMS[name](lambda y: y * 1, x))

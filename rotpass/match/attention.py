@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.fx import Node
@@ -36,7 +36,7 @@ class Attention:
     """One attention: ``node`` computes what ``output`` holds.
 
     ``q``, ``k`` and ``v`` are the calls that read them, and at which argument; head dimensions are None where they are not
-    static. ``unfit`` says of a kind of site why it cannot be rotated, if so.
+    static. ``unfit`` says of a kind of site why it cannot be rotated, if so, and ``kinds`` which ones are decided here.
     """
 
     node: Node
@@ -45,6 +45,7 @@ class Attention:
     k: Sink
     v: Sink
     unfit: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kinds: tuple[str, ...] = ("r3", "v")
 
     def arg(self, role: str) -> Node:
         """The node that is passed as ``"q"``, ``"k"`` or ``"v"``."""
@@ -62,10 +63,21 @@ class Attention:
         return last_dim(self.arg("v"))
 
 
-def match_attention(node: Node) -> Attention | None:
-    """Reads ``node`` as the call that gives an attention away, or None."""
-    read = ATTENTIONS.get(node.target) if node.op == "call_function" else None
-    return read(node) if read else None
+def match_attentions(calls: Iterable[Node]) -> list[Attention]:
+    """The attentions that these calls give away.
+
+    Several softmaxes can belong to one product with the values (differential attention): V is decided once for it.
+    """
+    found: dict[tuple[Sink, Sink, Node], Attention] = {}
+    outputs = set()
+    for node in calls:
+        read = ATTENTIONS.get(node.target) if node.op == "call_function" else None
+        if read and (attention := read(node)):
+            if attention.output in outputs:
+                attention = dataclasses.replace(attention, kinds=("r3",))
+            outputs.add(attention.output)
+            found.setdefault((attention.q, attention.k, attention.output), attention)
+    return list(found.values())
 
 
 def _call(node: Node) -> Attention | None:
@@ -110,6 +122,8 @@ def _softmax(node: Node) -> Attention | None:
         unfit["r3"] = "its queries or keys do not lie along the last axis, or are read with other axes elsewhere too"
     if not weighted.b.gives_last:
         unfit["v"] = "its values do not lie along the last axis"
+    elif weighted.adds:
+        unfit["v"] = "its output is added to something else in the same call"
     return Attention(
         weighted.node,
         weighted.node,

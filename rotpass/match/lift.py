@@ -106,7 +106,7 @@ class Lift:
         below: dict[Node, Node | None] = dict.fromkeys(todo)
         while todo:
             node = todo.pop()
-            if self._is_outside(node):
+            if self._is_outside(node) or self._may_be_a_cache(node):
                 return node
             if outputs and node not in rotated:
                 out = self._goes_out(node, below[node], carried.rotation.size, rotated)
@@ -144,6 +144,8 @@ class Lift:
 
     def why_plain(self, cache: Node, read: Node, carried: Carried) -> str:
         """Why ``cache`` cannot be rotated, of which an attention reads ``read``."""
+        if self._may_be_a_cache(cache):
+            return "this graph does not write it: pass a cache as an input, or make a constant a parameter"
         for write in self._aliases.writes(cache):
             if write.target not in CACHE_WRITES:
                 return f"rotpass does not know how {write.target} writes it"
@@ -227,7 +229,13 @@ class Lift:
                 return None
             written.extend(source for source in sources if source not in members)
         leaves: list[Leaf] = []
+        read: set[Node] = set()  # views that an attention reads transposed, which are beyond its sink
         for member in members:
+            if any((member, i) in self.sinks for above in member.all_input_nodes for i in positions(member, above)):
+                read.add(member)
+            if member in read or member not in writes and not read.isdisjoint(member.all_input_nodes):
+                read.add(member)
+                continue
             if not self._exclusive(member, carried, through):
                 return None
             if member in writes or any(above in members for above in carriers(member, size) or ()):
@@ -292,6 +300,13 @@ class Lift:
         if node.op != "placeholder" or node in self._capture.internal or not isinstance(value(node), torch.Tensor):
             return False
         return node not in self._capture.values or bool(self._aliases.writes(node))
+
+    def _may_be_a_cache(self, node: Node) -> bool:
+        """Whether a node is a buffer that this graph only reads, and another one may fill with rotated contents."""
+        if self._own_caches is not None or node in self._capture.internal or self._is_outside(node):
+            return False
+        tensor = self._capture.values.get(node) if self._capture.sources else None
+        return tensor is not None and not isinstance(tensor, torch.nn.Parameter)
 
     def _fold_point(self, node: Node, size: int) -> FoldPoint | None:
         # Aliases are part of the answer: a weight or a chain that is written to does not fold.

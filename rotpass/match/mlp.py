@@ -25,7 +25,10 @@ ACTIVATIONS = {
     aten.silu.default, aten.gelu.default, aten.relu.default, aten.sigmoid.default, aten.tanh.default,
     aten.hardswish.default, aten.mish.default, aten.leaky_relu.default, aten.elu.default, aten.relu6.default,
     aten.silu_.default, aten.relu_.default, aten.gelu_.default, aten.hardsigmoid.default, aten.softplus.default,
-    aten.erf.default, aten.square.default,
+    aten.erf.default, aten.square.default, aten.selu.default, aten.celu.default, aten.elu_.default, aten.glu.default,
+    aten.prelu.default, aten.log_sigmoid.default, aten.softshrink.default, aten.hardshrink.default, aten.threshold.default,
+    aten.hardtanh.default, aten.abs.default, aten.sin.default, aten.clamp.default, aten.clamp_min.default,
+    aten.maximum.default,
 }  # fmt: skip
 
 # What may stand between: pointwise arithmetic that keeps every value in its place.

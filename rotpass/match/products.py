@@ -34,6 +34,11 @@ class Product:
     a: Operand
     b: Operand
 
+    @property
+    def adds(self) -> bool:
+        """Whether the call adds something else to the product."""
+        return self.node.target is aten.baddbmm.default and argument(self.node, "beta") != 0
+
     def along_last(self, operand: Operand) -> tuple[Node, Position] | None:
         """The call that reads the operand with the summed axis last, and at which argument: this one, or a transpose before
         it that nothing else reads. None if there is none."""

@@ -92,6 +92,8 @@ def _distinct(index: torch.Tensor) -> torch.Tensor:
 
 
 def _block_starts(rows: torch.Tensor, size: int) -> tuple[int, ...] | None:
+    if not rows.numel():
+        return None  # an empty batch shows no rows
     blocks = rows.reshape(-1, size).unique(dim=0)
     contiguous = bool((blocks == blocks[:, :1] + torch.arange(size)).all())
     return tuple(blocks[:, 0].tolist()) if contiguous and blocks.unique().numel() == blocks.numel() else None

@@ -13,7 +13,7 @@ from rotpass import _torch
 from rotpass.capture import Capture
 from rotpass.hadamard import largest_block
 from rotpass.match.alias import Aliases
-from rotpass.match.attention import ATTENTIONS, Attention, match_attention
+from rotpass.match.attention import ATTENTIONS, Attention, match_attentions
 from rotpass.match.edits import After, Before, Content, Edit, Fold, FoldPoint, Quantize, Rotate, RotateContent, Rotation
 from rotpass.match.lift import Carried, Lift, Plan
 from rotpass.match.mlp import Mlp, match_mlps
@@ -82,7 +82,7 @@ def match_sites(capture: Capture, recipe: Recipe, door: Door) -> Matches:
         for target in {*ATTENTIONS, *SPELLINGS, *stacked_spellings(), *CONVOLUTIONS}
         for node in _calls(capture.gm.graph, target)
     )
-    attentions = [found for node in calls if (found := match_attention(node))]
+    attentions = match_attentions(calls)
     mlps = [found for node in calls for found in match_mlps(node, capture.values)]
     aliases = Aliases(capture.gm.graph)
     blocked: frozenset[Node] = frozenset()
@@ -113,7 +113,8 @@ class _Matcher:
                 self._register(attention, role)
         found = {}
         for attention in attentions:
-            found[attention.node] = [m for kind in ("r3", "v") if (m := self._attention_site(attention, kind))]
+            sites = [m for kind in attention.kinds if (m := self._attention_site(attention, kind))]
+            found.setdefault(attention.node, []).extend(sites)
             for role in ("q", "k", "v"):
                 self._quantize_role(attention, role)
         for mlp in mlps:
@@ -155,7 +156,7 @@ class _Matcher:
     def _register(self, attention: Attention, role: str) -> None:
         """Announces a sink, so that plans know of all sinks before the first one is made."""
         kind = "v" if role == "v" else "r3"
-        if kind in attention.unfit:
+        if kind in attention.unfit or kind not in attention.kinds:
             return
         rotated = (
             self._wanted(kind, attention.node)
@@ -394,7 +395,8 @@ class _Matcher:
     def _quantize_role(self, attention: Attention, role: str) -> None:
         """Before an internal cache where there is one, else at the attention's input."""
         kind, sink = self._quantizer(role), getattr(attention, role)
-        if kind is None or ("v" if role == "v" else "r3") in attention.unfit:
+        of = "v" if role == "v" else "r3"
+        if kind is None or of in attention.unfit or of not in attention.kinds:
             return
         plan, new = self._lift.plan(*sink)
         if not any(isinstance(leaf, Content) for leaf in plan.leaves):

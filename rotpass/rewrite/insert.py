@@ -65,7 +65,8 @@ class Inserter:
         """A new input at the end of the inputs, with the metadata of ``like``."""
         last = self._graph.find_nodes(op="placeholder")[-1]
         with self._graph.inserting_after(last):
-            new = self._graph.placeholder(f"{like.name}_folded")
+            taken = len(self._graph.find_nodes(op="placeholder"))  # a weight may need several copies
+            new = self._graph.placeholder(f"{like.name}_folded_{taken}")
         new.meta.update(like.meta)
         new._dynamo_source = None  # AOTAutograd wants the attribute, and no two inputs with the same source
         return new

@@ -28,9 +28,9 @@ def test_models_md_is_the_table_of_these_sites() -> None:
 
 
 def test_what_there_is_to_find() -> None:
-    """At least 98 % of the attentions get R3, and of the linears that end an MLP R4, but for widths without a matrix."""
+    """At least 98 % of the attentions get R3, and of the linears that end an MLP or an expert R4."""
     rows = [table.row(name)[1] for name in names()]
-    r3, attentions, r4, mlps = map(sum, zip(*rows))
+    r3, attentions, _, _, r4, linears = map(sum, zip(*rows))
     lines = [text for lines in expected().values() for text in lines]
-    assert r3 >= 0.98 * attentions and r4 >= 0.97 * mlps
+    assert r3 >= 0.98 * attentions and r4 >= 0.98 * linears
     assert all("no Hadamard matrix" in text or "fastpath" in text for text in lines if " refused " in text)
