@@ -130,7 +130,7 @@ def show_sites_and_equality(model, window: torch.Tensor, original: torch.Tensor)
     print(f"\nCompiling with R3, V and R4 through {inner}; SmolLM2 takes a minute or two on two cores ...", flush=True)
     start = time.perf_counter()
     rotated = logits_of(compiled, window)
-    print(f"... {time.perf_counter() - start:.0f} s\n\n{backend.report}\n")
+    print(f"... {time.perf_counter() - start:.0f} s\n\n{backend.report.grouped()}\n")
 
     with sdpa_kernel(SDPBackend.MATH):
         other_kernel = logits_of(model, window[:256])  # causal: the same as the first 256 of all

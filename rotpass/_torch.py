@@ -164,6 +164,15 @@ def current_frame() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
+def fail_at_recompile_limit() -> None:
+    """Dynamo raises at its recompile limit, where it would run the rest as plain Python.
+
+    That is always as right as the compiled code, but for one case: it would read a cache that holds rotated keys.
+    """
+    # 2.11-2.14. With suppress_errors, torch.compile itself refuses to go on with both.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
 @contextlib.contextmanager
 def same_symbols(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Has AOTAutograd give each copy the static or symbolic sizes that Dynamo gave its source, while compiling.

@@ -63,6 +63,8 @@ class Recipe:
         seed: random signs from an integer hash of this number; None means none.
         table: which Hadamard matrices: ``"default"``, ``"quarot"`` or ``"compressed-tensors"``.
         cache: what a KV cache that crosses the graph's boundary holds: ``"plain"`` or ``"rotated"`` keys and values.
+            With ``"rotated"`` under torch.compile, Dynamo raises at its recompile limit from then on
+            (``torch._dynamo.config.fail_on_recompile_limit_hit``): un-compiled code would misread the cache.
         only, skip: shell patterns on :attr:`Site.where`; a place that they exclude is no site.
         fake_quant: quantizers to simulate.
 

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 KINDS = ("r3", "v", "r4")
 COLUMNS = ("kind", "where", "size", "status", "inserted", "undone", "reason")
+GROUPED = ("kind", "count", "size", "status", "inserted", "undone", "for example", "reason")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,12 @@ class Report:
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [tuple(_cell(site, column) for column in COLUMNS) for site in self.sites]
+    def grouped(self) -> str:
+        """The table for a large model: by kind, one line for all sites that differ in ``where`` alone, with a count."""
+        return self._text(Explanation(self.sites)._table())
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [COLUMNS, *(tuple(_cell(site, column) for column in COLUMNS) for site in self.sites)]
 
     def _summary(self) -> str:
         counts = " ".join(f"{kind}={count}" for kind, count in self.counts.items())
@@ -91,18 +96,33 @@ class Report:
         return f"rotpass: {len(self.rotated)} rotated ({counts}){came_so}, {len(self.refused)} refused"
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *self._rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return self._text(self._table())
+
+    def _text(self, table: list[tuple[str, ...]]) -> str:
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
         return "\n".join([*lines, self._summary(), *(f"note: {note}" for note in self.notes)])
 
     def _repr_html_(self) -> str:
         def row(cells: Iterable[str], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        body = "".join(row(cells, "td") for cells in self._rows())
+        head, *rows = self._table()
+        body = "".join(row(cells, "td") for cells in rows)
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<table>{row(COLUMNS, 'th')}{body}</table><p>{html.escape(self._summary())}</p>{notes}"
+        return f"<table>{row(head, 'th')}{body}</table><p>{html.escape(self._summary())}</p>{notes}"
+
+
+class Explanation(Report):
+    """A report that prints grouped: by kind, one line for all sites that differ in ``where`` alone."""
+
+    def _table(self) -> list[tuple[str, ...]]:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for site in sorted(self.sites, key=lambda site: KINDS.index(site.kind)):
+            same = tuple(_cell(site, column) for column in COLUMNS if column != "where")
+            groups.setdefault(same, []).append(_cell(site, "where"))
+        rows = [(kind, str(len(at)), *same, at[0], reason) for (kind, *same, reason), at in groups.items()]
+        return [GROUPED, *rows]
 
 
 def _cell(site: Site, column: str) -> str:

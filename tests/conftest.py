@@ -1,6 +1,7 @@
 """The markers: `long` runs with --long, `gpu` where there is a CUDA device; elsewhere each skips with its reason."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # `pytest -n 2` on two cores: a thread per worker
+
+
+@pytest.fixture(autouse=True)
+def recompile_limit_as_it_was() -> Iterator[None]:
+    """Under cache="rotated" the backend has Dynamo raise at its limit, from then on."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1086,6 +1086,27 @@ def test_a_cache_that_is_read_transposed() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kept", ("plain", "rotated"))
+def test_at_the_recompile_limit_no_rotated_cache_is_read_by_plain_python(kept) -> None:
+    class Model(Attention):
+        def forward(self, x, keys, values, n):
+            return super().forward(x) * n + self.attend(self.heads(self.q(x)), keys, values).sum()
+
+    torch._dynamo.reset()
+    model, cache = randomize_(Model().double()), torch.randn(2, HEADS, 8, WIDTH, dtype=torch.float64)
+    compiled = torch.compile(model, backend=rotpass.backend(inner="eager", cache=kept, v=False), dynamic=False)
+    keys = cache @ (rotation_matrix(WIDTH) if kept == "rotated" else torch.eye(WIDTH, dtype=torch.float64)).T
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=False):
+        for n in range(5):
+            if n >= 2 and kept == "rotated":
+                with pytest.raises(Exception, match="recompile_limit"):
+                    compiled(x_of(), keys, cache, n)
+            else:
+                equal(compiled(x_of(), keys, cache, n), model(x_of(), cache, cache, n))
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
 def test_a_literal_under_aot_autograd() -> None:
     model, x = randomize_(Mlp().double().eval()), x_of()
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from rotpass import Recipe, Report, Site
-from rotpass.report import check
+from rotpass.report import Explanation, check
 
 SITES = [
     Site(kind="r3", where="layers.0.attn", size=64, width=64, status="rotated", inserted="online"),
@@ -99,3 +99,18 @@ def test_warns_once_if_nothing_is_rotated(sites, fields, holds, message) -> None
         check(sites, Recipe(**fields), strict=False, holds_any=holds)
     assert len(caught) == (message is not None)
     assert message is None or str(caught[0].message).startswith(message)
+
+
+def test_grouped_by_kind_and_reason() -> None:
+    done = Site(kind="r3", where="layers.0.attn", size=64, width=64, status="rotated", inserted="online")
+    wide = Site(kind="r4", where="layers.0.mlp.down", size=0, width=3425, status="refused", reason="no matrix")
+    sites = [done, wide, dataclasses.replace(done, where="layers.1.attn"), dataclasses.replace(wide, reason="tied")]
+    grouped = """\
+kind  count  size  status   inserted  undone  for example        reason
+r3    2      64    rotated  online    none    layers.0.attn
+r4    1      0     refused  none      none    layers.0.mlp.down  no matrix
+r4    1      0     refused  none      none    layers.0.mlp.down  tied
+rotpass: 2 rotated (r3=2 v=0 r4=0), 2 refused
+note: n"""
+    assert Report(sites, ["n"]).grouped() == str(Explanation(sites, ["n"])) == grouped
+    assert "<th>count</th>" in Explanation(sites)._repr_html_()

@@ -103,7 +103,7 @@ class Backend:
         except Exception as error:
             # Some graphs run, but cannot be traced again. Un-rotated they are still right, unless a cache is shared
             # with graphs that are rotated.
-            if self.strict or self.recipe.cache == "rotated":
+            if self.strict or (self.recipe.cache == "rotated" and any(map(_could_be_cached, example_inputs))):
                 raise
             why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             note = f"a graph was left as it is, since it cannot be traced to ATen: {why}"
@@ -131,6 +131,8 @@ class Backend:
             compiled = self._compile(gm, example_inputs, patches)  # the user's own graph, as if we had not been there
         else:
             log.debug("%s", LazyString(lambda: rotated.gm.print_readable(print_output=False)))
+            if self.recipe.cache == "rotated":
+                _torch.fail_at_recompile_limit()
             compiled = self._compile_rotated(rotated, example_inputs, patches)
             compiled = Substituted(compiled, rotated.folds, len(example_inputs), marker, record, owner=self)
         self._records.add(record)
@@ -269,6 +271,13 @@ def _identity(inner: str | Callable[..., Any]) -> Any:
     if isinstance(inner, types.MethodType):  # a new object at every access
         return id(inner.__self__), inner.__func__
     return inner if isinstance(inner, str) else id(inner)
+
+
+def _could_be_cached(value: Any) -> bool:
+    """Whether an input may hold keys or values, or what they are made of: activations, also quantized ones."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        return False
+    return value.is_floating_point() or value.dtype.itemsize == 1
 
 
 def _trains(captured: Capture) -> frozenset[Node]:

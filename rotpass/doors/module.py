@@ -59,7 +59,8 @@ def explain(
 ) -> Report:
     """Says what a recipe would do to a model; changes nothing.
 
-    The model is exported with ``args`` and ``kwargs``; meta tensors will do. Parameters as for :func:`fold_`.
+    The model is exported with ``args`` and ``kwargs``; meta tensors will do. Parameters as for :func:`fold_`. The
+    report prints one line per kind and reason, with a count and an example; its ``sites`` are all of them.
     """
     recipe = as_recipe(recipe, recipe_fields, HINT)
     model = _uncompiled(model)
@@ -67,7 +68,7 @@ def explain(
     planned = plan.read(capture)
     plan.look_up(capture)
     rotated = rotate(capture, recipe, Door(extra_inputs=True), strict=strict)
-    return Report(plan.unmatched(capture, recipe, planned, rotated.sites))
+    return Explanation(plan.unmatched(capture, recipe, planned, rotated.sites))
 
 
 @_one_at_a_time

@@ -100,6 +100,58 @@ def through_compile(name: str) -> tuple[Report, float]:
     return backend.report, difference(*outputs)
 
 
+@torch.no_grad()
+def decoded(name: str, kind: str, backend: rotpass.Backend | None = None) -> list[torch.Tensor]:
+    """The logits of a prompt and eight further tokens over a "static" or "dynamic" cache; eager without a backend."""
+    from architectures import cached
+
+    model, new_cache, steps = cached(name, kind)
+    model = spoil(model.to(torch.float32 if name in FLOAT32 else torch.float64))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    run = model if backend is None else torch.compile(model, backend=backend)
+    cache = new_cache()
+    return [run(**step, past_key_values=cache, use_cache=True).logits for step in steps]
+
+
+@torch.no_grad()
+def decoded_by_export(name: str) -> tuple[Report, float]:
+    """Eight steps of an exported program over a static cache in its own buffers."""
+    from architectures import exported_step
+
+    program, inputs = exported_step(name)
+    pass_ = rotpass.RotationPass(seed=5)
+    before, after = program.module(), pass_(program).module()
+    tokens = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(2))
+    error = 0.0
+    for i, token in enumerate(tokens):
+        step = dict(input_ids=token.view(1, 1), cache_position=torch.tensor([i]))
+        error = max(error, difference(before(**step), after(**step)))
+    return pass_.report, error
+
+
+@torch.no_grad()
+def in_bfloat16(name: str) -> tuple[float, float]:
+    """How far the model in bfloat16 is from itself in float32, without and with rotations: relative RMS."""
+    model, args, kwargs = built(name)
+    exact = model(*args, **kwargs)
+    model, (args, kwargs) = model.bfloat16(), pytree.tree_map_only(torch.Tensor, to_bfloat16, (args, kwargs))
+    outputs = [model(*args, **kwargs), torch.compile(model, backend=rotpass.backend(inner="eager"))(*args, **kwargs)]
+    torch._dynamo.reset()
+    return tuple(rms(exact, output) for output in outputs)
+
+
+def to_bfloat16(t: torch.Tensor) -> torch.Tensor:
+    return t.bfloat16() if t.is_floating_point() else t
+
+
+def rms(a: object, b: object) -> float:
+    """The largest over all outputs of |a - b| relative to |a|, in root mean square."""
+    pairs = list(zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
+    floats = [(x.double(), y.double()) for x, y in pairs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return max(((x - y).norm() / x.norm()).item() for x, y in floats)
+
+
 def difference(a: object, b: object) -> float:
     """The largest over all outputs, relative to the largest value of each."""
     pairs = list(zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True))
