@@ -27,7 +27,7 @@ from rotpass.match.projection import projection
 from rotpass.match.sites import TRANSPOSES, Door, Match, match_sites
 from rotpass.match.walk import BYSTANDERS, TRANSPARENT, users, value
 from rotpass.recipe import Recipe, as_recipe
-from rotpass.report import Report, check
+from rotpass.report import Explanation, Report, check
 from rotpass.rewrite import Fold, rotate
 
 HINT = "; arguments of the model itself go into args and kwargs"
