@@ -41,10 +41,17 @@ NOT_EXPORTED = {
     "lumina2": "TypeError: unhashable SymInt",
 }
 
-# transformers' own decode steps that fail without rotpass.
+# Decode steps over a static cache that transformers and torch.export do not export, rotpass or not.
 NO_STATIC_CACHE = {
-    "deepseek_v3": "a fake-tensor error of its static cache",
-    "falcon_7b": "a fake-tensor error of its static cache",
+    "dbrx": "data-dependent guards",
+    "deepseek_v2": "a fake-tensor error in its static cache",
+    "deepseek_v3": "a fake-tensor error in its static cache",
+    "falcon_7b": "a fake-tensor error in its static cache",
+    "gemma3n_text": "Dynamo: skipped function",
+    "jamba": "its cache of linear attention has no keys",
+    "lfm2": "its cache of linear attention has no keys",
+    "mpt": "unbacked symbols",
+    "qwen3_next": "its cache of linear attention has no keys",
 }
 
 
