@@ -10,7 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -292,3 +292,79 @@ def constant_source(name: str) -> Any:
     from torch._dynamo.source import ConstantSource
 
     return ConstantSource(name)
+
+
+# ------------------------------------------------------------------------------------------- Inductor's Triton templates
+# 2.11-2.14: TritonTemplate, maybe_append_choice and autotune_select_algorithm keep their parameters; the last returns the
+# node on 2.11 and 2.12, and (node, choice) from 2.13 on.
+
+
+class DeviceProperties(NamedTuple):
+    """Of a GPU: how many multiprocessors it has, and the bytes of shared memory that one program may take."""
+
+    multiprocessors: int
+    shared_memory: int
+
+
+def triton_template(name: str, grid: Callable[..., Any], source: str) -> Any:
+    """A template of Inductor's. ``grid(*output sizes, meta, cdiv=, min=)`` gives the programs."""
+    from torch._inductor.select_algorithm import SymbolicGridFn, TritonTemplate
+
+    return TritonTemplate(name=name, grid=SymbolicGridFn(grid), source=source)
+
+
+def register_lowering(op: Any, function: Callable[..., Any]) -> None:
+    """Has Inductor lower an operator by ``function``, which takes and returns Inductor's IR."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(op, type_promotion_kind=None)(function)
+
+
+def realized(*nodes: Any) -> list[Any]:
+    """IR nodes as contiguous buffers that a template can read."""
+    from torch._inductor import ir
+    from torch._inductor.select_algorithm import realize_inputs
+
+    return [ir.ExternKernel.require_contiguous(realize_inputs(node)) for node in nodes]
+
+
+def fuse_producer(node: Any) -> int:
+    """Lets Inductor fuse the pointwise producer of a realized node into the template that reads it, which a heuristic
+    of Inductor's may forbid otherwise. Returns how many tensors of the node's size that producer reads, 1 without one."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    buffer = node.data.data if isinstance(node, ir.TensorBox) else node
+    if not isinstance(buffer, ir.ComputedBuffer) or not isinstance(buffer.data, ir.Pointwise):
+        return 1
+    V.graph.invoke_quant_ops.add(buffer.get_operation_name())
+    return max(1, len(buffer.get_read_names()))
+
+
+def hint(size: Any) -> int:
+    """A dimension of Inductor's IR as a number, an example's where it is dynamic."""
+    from torch._inductor.virtualized import V
+
+    return V.graph.sizevars.size_hint(size, fallback=4096)
+
+
+def device_properties(device: torch.device) -> DeviceProperties:
+    """What limits a Triton kernel on a device."""
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceProperties(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def call_template(name: str, choices: list[tuple[Any, dict[str, Any]]], inputs: list[Any], like: Any) -> Any:
+    """The IR of a template's output, contiguous and of the shape and dtype of ``like``: the first of (template,
+    parameters) that generates code, or the fastest by measurement under ``max_autotune``."""
+    from torch._inductor import config, ir
+    from torch._inductor.select_algorithm import autotune_select_algorithm
+
+    layout = ir.FixedLayout(like.get_device(), like.get_dtype(), like.get_size())
+    generated: list[Any] = []
+    for template, parameters in choices:
+        template.maybe_append_choice(generated, input_nodes=inputs, layout=layout, **parameters)
+        if generated and not config.max_autotune:
+            break
+    result = autotune_select_algorithm(name, generated, inputs, layout)
+    return result[0] if isinstance(result, tuple) else result

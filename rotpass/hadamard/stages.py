@@ -29,7 +29,7 @@ def _left_cost(k: int, inner: int) -> float:
     return _STAGE + max(0.25, k / 60) + 6 / inner if k * k * inner >= 400 else 8.0
 
 
-def _atoms(n: int, table: str) -> list[tuple[int, str]]:
+def atoms(n: int, table: str) -> list[tuple[int, str]]:
     """The factors with their tables, a Sylvester matrix as so many of order 2."""
     atoms: list[tuple[int, str]] = []
     for place, k in enumerate(factors(n, table=table)):
@@ -42,13 +42,13 @@ def _atoms(n: int, table: str) -> list[tuple[int, str]]:
 def stages(n: int, *, table: str = "default") -> tuple[int, ...]:
     """Orders of the dense stages whose product is ``n``, outermost first: the cheapest grouping of the base orders of
     :func:`rotpass.hadamard.factors` and of twos, by the measured cost of a stage."""
-    atoms = [k for k, _ in _atoms(n, table)]
+    orders = [k for k, _ in atoms(n, table)]
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # of the last i atoms
-    for i in range(1, len(atoms) + 1):
+    for i in range(1, len(orders) + 1):
         options = []
         for j in range(i):  # the outermost stage of these i atoms covers i - j of them
             cost, later = best[j]
-            k, inner = math.prod(atoms[len(atoms) - i : len(atoms) - j]), math.prod(later)
+            k, inner = math.prod(orders[len(orders) - i : len(orders) - j]), math.prod(later)
             options.append((cost + (_left_cost(k, inner) if later else _last_cost(k)), (k, *later)))
         best.append(min(options))
     return best[-1][1] or (1,)
@@ -56,11 +56,11 @@ def stages(n: int, *, table: str = "default") -> tuple[int, ...]:
 
 def _multiply_out(n: int, table: str) -> list[Tensor]:
     """The orthonormal matrices of the stages, float64. Never the whole of a large Sylvester matrix."""
-    atoms, result = iter(_atoms(n, table)), []
+    parts, result = iter(atoms(n, table)), []
     for order in stages(n, table=table):
         stage = torch.ones(1, 1, dtype=torch.float64, device="cpu")
         while len(stage) < order:
-            stage = torch.kron(stage, base_matrix(*next(atoms)).double())
+            stage = torch.kron(stage, base_matrix(*next(parts)).double())
         result.append(stage / order**0.5)
     return result
 

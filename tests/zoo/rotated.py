@@ -41,7 +41,7 @@ NOT_EXPORTED = {
     "lumina2": "TypeError: unhashable SymInt",
 }
 
-# Decode steps over a static cache that transformers and torch.export do not export, rotpass or not.
+# Decode steps over a static cache that transformers and torch.export may not export, rotpass or not.
 NO_STATIC_CACHE = {
     "dbrx": "data-dependent guards",
     "deepseek_v2": "a fake-tensor error in its static cache",
@@ -122,17 +122,14 @@ def decoded(name: str, kind: str, backend: rotpass.Backend | None = None) -> lis
 
 
 @torch.no_grad()
-def decoded_by_export(name: str) -> tuple[Report, float]:
+def decoded_by_export(program: torch.export.ExportedProgram, inputs: dict) -> tuple[Report, float]:
     """Eight steps of an exported program over a static cache in its own buffers."""
-    from architectures import exported_step
-
-    program, inputs = exported_step(name)
     pass_ = rotpass.RotationPass(seed=5)
     before, after = program.module(), pass_(program).module()
     tokens = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(2))
     error = 0.0
     for i, token in enumerate(tokens):
-        step = dict(input_ids=token.view(1, 1), cache_position=torch.tensor([i]))
+        step = {**inputs, "input_ids": token.view(1, 1), "cache_position": torch.tensor([i])}
         error = max(error, difference(before(**step), after(**step)))
     return pass_.report, error
 
