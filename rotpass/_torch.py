@@ -320,12 +320,29 @@ def register_lowering(op: Any, function: Callable[..., Any]) -> None:
     register_lowering(op, type_promotion_kind=None)(function)
 
 
+def register_pointwise_asm(op: Any, asm: str, constraints: str, dtype: torch.dtype) -> None:
+    """Has Inductor lower an operator of one tensor to inline PTX for each element, fused as any pointwise operator is."""
+    from torch._inductor.lowering import make_pointwise
+    from torch._inductor.virtualized import ops
+
+    how = {"asm": asm, "constraints": constraints, "dtype": dtype, "is_pure": True, "pack": 1}
+    register_lowering(op, make_pointwise(functools.partial(ops.inline_asm_elementwise, **how)))
+
+
 def realized(*nodes: Any) -> list[Any]:
-    """IR nodes as contiguous buffers that a template can read."""
+    """IR nodes as contiguous buffers that a template can read, each with all of its pointwise producer in it."""
     from torch._inductor import ir
     from torch._inductor.select_algorithm import realize_inputs
 
-    return [ir.ExternKernel.require_contiguous(realize_inputs(node)) for node in nodes]
+    def realize(node: Any) -> Any:
+        view = node.data
+        base = view.unwrap_view() if isinstance(view, ir.BaseView) else view
+        if isinstance(view, ir.BaseView) and isinstance(base, ir.StorageBox) and isinstance(base.data, ir.Pointwise):
+            # realize_inputs would make a buffer of what is viewed, in an order of its own, and then another in ours.
+            return ir.ExternKernel.copy_input(node)
+        return ir.ExternKernel.require_contiguous(realize_inputs(node))
+
+    return [realize(node) for node in nodes]
 
 
 def fuse_producer(node: Any) -> int:
@@ -334,7 +351,9 @@ def fuse_producer(node: Any) -> int:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    buffer = node.data.data if isinstance(node, ir.TensorBox) else node
+    buffer = node
+    while isinstance(buffer, ir.MutableBox):
+        buffer = buffer.data
     if not isinstance(buffer, ir.ComputedBuffer) or not isinstance(buffer.data, ir.Pointwise):
         return 1
     V.graph.invoke_quant_ops.add(buffer.get_operation_name())
@@ -345,7 +364,7 @@ def hint(size: Any) -> int:
     """A dimension of Inductor's IR as a number, an example's where it is dynamic."""
     from torch._inductor.virtualized import V
 
-    return V.graph.sizevars.size_hint(size, fallback=4096)
+    return V.graph.sizevars.optimization_hint(size, fallback=4096)
 
 
 def device_properties(device: torch.device) -> DeviceProperties:
@@ -354,17 +373,51 @@ def device_properties(device: torch.device) -> DeviceProperties:
     return DeviceProperties(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-def call_template(name: str, choices: list[tuple[Any, dict[str, Any]]], inputs: list[Any], like: Any) -> Any:
-    """The IR of a template's output, contiguous and of the shape and dtype of ``like``: the first of (template,
-    parameters) that generates code, or the fastest by measurement under ``max_autotune``."""
+def empty_ir(like: Any, size: Sequence[Any], dtype: torch.dtype) -> Any:
+    """The IR of a new buffer on the device of ``like``, contiguous, for a template to write to."""
+    from torch._inductor.lowering import empty
+
+    made = empty(list(size), dtype=dtype, device=like.get_device())
+    made.realize()
+    return made
+
+
+def call_template(
+    name: str,
+    choices: list[tuple[Any, dict[str, Any]]],
+    inputs: list[Any],
+    like: Any,
+    dtype: torch.dtype | None = None,
+    written: Sequence[Any] = (),
+) -> Any:
+    """The IR of a template's output, contiguous and of the shape of ``like``: the first of (template, parameters) that
+    generates code, or the fastest by measurement under ``max_autotune``.
+
+    Args:
+        name: for the autotuning's log.
+        choices: templates with their parameters.
+        inputs: what the template reads.
+        like: an IR node.
+        dtype: of the output; that of ``like`` if None.
+        written: new buffers that the template fills besides.
+    """
     from torch._inductor import config, ir
     from torch._inductor.select_algorithm import autotune_select_algorithm
 
-    layout = ir.FixedLayout(like.get_device(), like.get_dtype(), like.get_size())
-    generated: list[Any] = []
+    layout = ir.FixedLayout(like.get_device(), dtype or like.get_dtype(), like.get_size())
+    nodes, generated = [*inputs, *written], []
     for template, parameters in choices:
-        template.maybe_append_choice(generated, input_nodes=inputs, layout=layout, **parameters)
+        how = dict(parameters, mutated_inputs=list(written)) if written else parameters
+        template.maybe_append_choice(generated, input_nodes=nodes, layout=layout, **how)
         if generated and not config.max_autotune:
             break
-    result = autotune_select_algorithm(name, generated, inputs, layout)
-    return result[0] if isinstance(result, tuple) else result
+    result = autotune_select_algorithm(name, generated, nodes, layout, return_multi_template=False)
+    result = result[0] if isinstance(result, tuple) else result
+    if written:
+        # From 2.13 on a template that mutates an input gets no fused producer, unless it says that this is harmless: here
+        # what it writes is new, and no producer reads it.
+        buffer = result
+        while isinstance(buffer, ir.MutableBox):
+            buffer = buffer.data
+        buffer.has_aliasing_or_mutation_for_prologue_fusion = lambda node: False
+    return result

@@ -10,13 +10,18 @@ from torch import Tensor
 from rotpass import _torch
 from rotpass.hadamard.apply import apply_any, apply_cpu
 from rotpass.hadamard.tables import check_table, factors
-from rotpass.quantize import check_kind, quantize_dequantize
+from rotpass.quantize import check_kind, quantize_dequantize, quantize_rows
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _library = torch.library.Library("rotpass", "DEF")
 _library.define(
     'hadamard(Tensor x, int size, bool transpose=False, str table="default", int? seed=None) -> Tensor',
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "hadamard_quantize(Tensor x, int size, ScalarType dtype, int group=0, bool asymmetric=False, bool transpose=False, "
+    'str table="default", int? seed=None) -> (Tensor, Tensor, Tensor)',
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
@@ -96,6 +101,59 @@ _library.impl("hadamard", _hadamard_cpu, "CPU")
 torch.library.register_fake("rotpass::hadamard", _hadamard_fake, lib=_library)
 _library.impl("hadamard", _hadamard_autograd, "Autograd")
 torch.library.register_vmap("rotpass::hadamard", _hadamard_vmap, lib=_library)
+
+# ------------------------------------------------------------------------------------------------- hadamard_quantize
+
+
+def _check_hadamard_quantize(
+    x: Tensor, size: int, dtype: torch.dtype, group: int, asymmetric: bool, table: str
+) -> None:
+    if dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise TypeError(f"rotpass::hadamard_quantize gives int8 or float8_e4m3fn, not {dtype}")
+    if asymmetric and dtype != torch.int8:
+        raise ValueError("rotpass::hadamard_quantize: only int8 has a zero point (asymmetric=True)")
+    if group < 0:
+        raise ValueError(f"rotpass::hadamard_quantize: group {group} is negative; 0 means the whole axis")
+    check_table(table)
+    _check_input("hadamard_quantize", x, size, "size")
+    _check_input("hadamard_quantize", x, group or 1, "group")
+    factors(size, table=table)
+
+
+def _hadamard_quantize(
+    x: Tensor,
+    size: int,
+    dtype: torch.dtype,
+    group: int = 0,
+    asymmetric: bool = False,
+    transpose: bool = False,
+    table: str = "default",
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_hadamard_quantize(x, size, dtype, group, asymmetric, table)
+    exact = x if x.dtype == torch.float64 else x.float()  # the rotated row is not rounded before it is quantized
+    y = torch.ops.rotpass.hadamard(exact, size, transpose, table, seed)
+    return quantize_rows(y.contiguous(), dtype, group, asymmetric)
+
+
+def _hadamard_quantize_fake(
+    x: Tensor,
+    size: int,
+    dtype: torch.dtype,
+    group: int = 0,
+    asymmetric: bool = False,
+    transpose: bool = False,
+    table: str = "default",
+    seed: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_hadamard_quantize(x, size, dtype, group, asymmetric, table)
+    scales = (*x.shape[:-1], x.shape[-1] // group if group else 1)
+    zeros = x.new_empty(scales if asymmetric else (0,), dtype=torch.int32)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(scales, dtype=torch.float32), zeros
+
+
+_library.impl("hadamard_quantize", _hadamard_quantize, "CompositeExplicitAutograd")
+torch.library.register_fake("rotpass::hadamard_quantize", _hadamard_quantize_fake, lib=_library)
 
 # ----------------------------------------------------------------------------------------------------- fake_quantize
 

@@ -1,4 +1,4 @@
-"""Quantize and dequantize at once, in plain aten: what a quantizer would lose, for measuring whether rotation helps."""
+"""Quantizers in plain aten: at once with their inverse, to measure whether rotation helps, and into int8 or fp8 rows."""
 
 import re
 
@@ -60,3 +60,42 @@ def quantize_dequantize(x: Tensor, kind: str, group: int = 0) -> Tensor:
         scale = _step(grouped.abs().amax(-1, keepdim=True), top)
         result = (grouped / scale).round().clamp(-top, top) * scale
     return (result.flatten(-2) if group else result).to(x.dtype)
+
+
+EPS = 1e-12  # the least scale, so that a row of zeros comes out as zeros
+
+
+def quantize_rows(
+    y: Tensor, dtype: torch.dtype, group: int = 0, asymmetric: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Dynamic quantization along the last axis.
+
+    Symmetric: :math:`s = \mathrm{amax} / 127` (448 for float8_e4m3fn), :math:`q = \mathrm{round}(y / s)`. Asymmetric,
+    int8 only, with zero among the values so that it is exact: :math:`s = (\max - \min) / 255`,
+    :math:`z = -128 - \mathrm{round}(\min / s)`, :math:`q = \mathrm{round}(y / s) + z`. Ties go to even.
+
+    Args:
+        y: floating point; computed in float32 or better.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        group: elements that share a scale; 0, the whole axis.
+        asymmetric: whether there is a zero point.
+
+    Returns:
+        q of the shape of ``y``; the scales, float32, one in place of each group along the last axis; the zero points,
+        int32, of that shape, or empty where symmetric. :math:`y \approx (q - z) s`.
+    """
+    exact = y if y.dtype == torch.float64 else y.float()
+    grouped = exact.unflatten(-1, (-1, group or y.shape[-1]))
+    zero = None
+    if asymmetric:
+        low, high = grouped.amin(-1, keepdim=True).clamp(max=0), grouped.amax(-1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 255).clamp(min=EPS)
+        zero = (-128 - (low / scale).round()).clamp(-128, 127)
+        q = ((grouped / scale).round() + zero).clamp(-128, 127)
+    else:
+        top = _FP8_MAX if dtype == _FP8 else 127.0
+        scale = (grouped.abs().amax(-1, keepdim=True) / top).clamp(min=EPS)
+        q = (grouped / scale).clamp(-top, top)
+        q = q if dtype == _FP8 else q.round()
+    zeros = y.new_empty(0, dtype=torch.int32) if zero is None else zero.squeeze(-1).to(torch.int32)
+    return q.flatten(-2).to(dtype), scale.squeeze(-1).float(), zeros

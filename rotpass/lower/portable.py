@@ -1,5 +1,8 @@
 """The operators as plain aten with constant matrices, for artifacts that must run where rotpass is not installed."""
 
+import functools
+import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import rotpass.ops  # noqa: F401  registers the operators
 from rotpass.hadamard.apply import accumulation_dtype
 from rotpass.hadamard.stages import sign_vector, stage_matrices
-from rotpass.quantize import quantize_dequantize
+from rotpass.quantize import quantize_dequantize, quantize_rows
 
 # Makes the node that stands for a constant, at the graph's insertion point: (graph, name, tensor) -> node.
 MakeConstant = Callable[[Graph, str, Tensor], Node]
+# What a rotation becomes: (an input like its own, size, transpose, table, seed) -> constants by name, function of (x, *them).
+Expand = Callable[[Tensor, int, bool, str, int | None], tuple[dict[str, Tensor], Callable[..., Tensor]]]
 
 
 def hadamard(x: Tensor, size: int, transpose: bool = False, table: str = "default", seed: int | None = None) -> Tensor:
@@ -22,8 +27,8 @@ def hadamard(x: Tensor, size: int, transpose: bool = False, table: str = "defaul
 
     The output has the memory order of the input, as the operator's has.
     """
-    matrices, signs = _constants(x, size, transpose, table, seed)
-    return _rotate(x, size, transpose, signs, *matrices.values())
+    constants, rotate = expansion(x, size, transpose, table, seed)
+    return rotate(x, *constants.values())
 
 
 def fake_quantize(x: Tensor, kind: str, group: int = 0) -> Tensor:
@@ -48,27 +53,36 @@ def to_portable(gm: GraphModule, *, make_constant: MakeConstant | None = None) -
     return gm
 
 
-def replace_operators(graph: Graph, make_constant: MakeConstant, **trace: Any) -> int:
-    """Replaces each of rotpass's operators by the aten that ``make_fx(..., **trace)`` makes of it. Returns how many."""
+def replace_operators(
+    graph: Graph,
+    make_constant: MakeConstant,
+    expand: Expand | None = None,
+    expand_quantize: Callable[..., Any] | None = None,
+    **trace: Any,
+) -> int:
+    """Replaces each of rotpass's operators by the aten that ``make_fx(..., **trace)`` makes of it, a rotation by what
+    ``expand`` and ``expand_quantize`` say. Returns how many."""
+    quantized = graph.find_nodes(op="call_function", target=torch.ops.rotpass.hadamard_quantize.default)
+    for node in quantized:
+        arguments = bind(node, "size", "dtype", group=0, asymmetric=False, transpose=False, table="default", seed=None)
+        constants, rotate = (expand_quantize or expansion_quantize)(_input(node).meta["val"], **arguments)
+        _inline(graph, node, rotate, constants, make_constant, trace)
     nodes = graph.find_nodes(op="call_function", target=torch.ops.rotpass.hadamard.default)
     for node in nodes:
-        arguments = dict(zip(("size", "transpose", "table", "seed"), (None, False, "default", None)))
-        arguments.update(zip(arguments, node.args[1:]), **{k: v for k, v in node.kwargs.items() if k != "x"})
-        matrices, signs = _constants(_input(node).meta["val"], **arguments)
-        named = (
-            matrices if signs is None else {f"rotpass_signs_{arguments['size']}_{arguments['seed']}": signs} | matrices
-        )
-
-        def rotate(x: Tensor, *constants: Tensor, signs=signs, **kwargs: Any) -> Tensor:
-            first, rest = (None, constants) if signs is None else (constants[0], constants[1:])
-            return _rotate(x, kwargs["size"], kwargs["transpose"], first, *rest)
-
-        _inline(graph, node, rotate, arguments, named, make_constant, trace)
+        arguments = bind(node, "size", transpose=False, table="default", seed=None)
+        constants, rotate = (expand or expansion)(_input(node).meta["val"], **arguments)
+        _inline(graph, node, rotate, constants, make_constant, trace)
     quantizations = graph.find_nodes(op="call_function", target=torch.ops.rotpass.fake_quantize.default)
     for node in quantizations:
-        arguments = dict(zip(("kind", "group"), node.args[1:])) | {k: v for k, v in node.kwargs.items() if k != "x"}
-        _inline(graph, node, fake_quantize, arguments, {}, make_constant, trace)
-    return len(nodes) + len(quantizations)
+        arguments = bind(node, "kind", group=0)
+        _inline(graph, node, functools.partial(fake_quantize, **arguments), {}, make_constant, trace)
+    return len(quantized) + len(nodes) + len(quantizations)
+
+
+def bind(node: Node, *required: str, **defaults: Any) -> dict[str, Any]:
+    """The arguments of a call of one of our operators by name, all but the tensor ``x``."""
+    names = (*required, *defaults)
+    return defaults | dict(zip(names, node.args[1:])) | {k: v for k, v in node.kwargs.items() if k != "x"}
 
 
 def make_buffer(graph: Graph, name: str, value: Tensor) -> Node:
@@ -83,22 +97,61 @@ def _input(node: Node) -> Node:
     return node.args[0] if node.args else node.kwargs["x"]
 
 
-def _constants(
+def expansion(
     x: Tensor, size: int, transpose: bool, table: str, seed: int | None
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The matrices of the stages by a name of their own, and the signs."""
+) -> tuple[dict[str, Tensor], Callable[..., Tensor]]:
+    """A rotation of tensors like ``x``: its constants, the signs first if there are any, each by a name of its own, and
+    a function of a tensor and them."""
     at = {"dtype": accumulation_dtype(x.dtype), "device": x.device}
     matrices = stage_matrices(size, table=table, transpose=transpose, **at)
-    suffix = f"{table}_{size}_{'t_' if transpose else ''}{str(at['dtype'])[6:]}_{x.device}"
-    named = {f"rotpass_{suffix}_{i}".replace("-", "_").replace(":", "_"): m for i, m in enumerate(matrices)}
-    return named, None if seed is None else sign_vector(size, seed, **at)
+    prefix = f"{table}_{size}_{'t_' if transpose else ''}{str(at['dtype'])[6:]}"
+    named = {constant_name(f"{prefix}_{i}", x.device): m for i, m in enumerate(matrices)}
+    if seed is None:
+        return named, lambda x, *matrices: _rotate(x, size, transpose, None, *matrices)
+    signs = {constant_name(f"signs_{size}_{seed}_{at['dtype']}", x.device): sign_vector(size, seed, **at)}
+    return signs | named, lambda x, signs, *matrices: _rotate(x, size, transpose, signs, *matrices)
+
+
+def expansion_quantize(
+    x: Tensor,
+    size: int,
+    dtype: torch.dtype,
+    group: int,
+    asymmetric: bool,
+    transpose: bool,
+    table: str,
+    seed: int | None,
+) -> tuple[dict[str, Tensor], Callable[..., tuple[Tensor, ...]]]:
+    """As :func:`expansion`, for ``rotpass::hadamard_quantize``."""
+    exact = accumulation_dtype(x.dtype)
+    constants, rotate = expansion(x.to(exact), size, transpose, table, seed)
+
+    def quantize(x: Tensor, *constants: Tensor) -> tuple[Tensor, ...]:
+        return quantize_rows(rotate(x.to(exact), *constants).contiguous(), dtype, group, asymmetric)
+
+    return constants, quantize
+
+
+def constant_name(text: str, device: torch.device) -> str:
+    """The name of a buffer; equal for equal constants, so that a graph holds each once."""
+    return re.sub(r"\W", "_", f"rotpass_{text}_{device}")
 
 
 def _rotate(x: Tensor, size: int, transpose: bool, signs: Tensor | None, *matrices: Tensor) -> Tensor:
-    # Rows in memory's order: a transposed (B, H, S, D) need not be copied, and the output lies as the input does.
+    return along_rows(x, size, lambda rows: _rotate_rows(rows, size, transpose, signs, *matrices))
+
+
+def along_rows(x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of (rows, size) of the blocks along the last axis, in memory's order: a transposed (B, H, S, D) need
+    not be copied, and the output lies as the operator's does."""
     order = [axis for axis in _physical_order(x) if axis != x.dim() - 1] + [x.dim() - 1]
     rows = _permute(x, order)
-    y = rows.to(accumulation_dtype(x.dtype)).reshape(-1, size)
+    y = _permute(function(rows.reshape(-1, size)).reshape(rows.shape), _inverse(order))
+    return y if order == _physical_order(x) else _in_order_of(x, y)
+
+
+def _rotate_rows(x: Tensor, size: int, transpose: bool, signs: Tensor | None, *matrices: Tensor) -> Tensor:
+    y = x.to(accumulation_dtype(x.dtype))
     if signs is not None and not transpose:
         y = y * signs
     inner = 1
@@ -112,8 +165,7 @@ def _rotate(x: Tensor, size: int, transpose: bool, signs: Tensor | None, *matric
         inner *= k
     if signs is not None and transpose:
         y = y.reshape(-1, size) * signs
-    y = _permute(y.to(x.dtype).reshape(rows.shape), _inverse(order))
-    return y if order == _physical_order(x) else _in_order_of(x, y)
+    return y.reshape(-1, size).to(x.dtype)
 
 
 def _physical_order(x: Tensor) -> list[int]:
@@ -139,18 +191,17 @@ def _inline(
     graph: Graph,
     node: Node,
     function: Callable[..., Tensor],
-    arguments: dict[str, Any],
     constants: dict[str, Tensor],
     make_constant: MakeConstant,
     trace: dict[str, Any],
 ) -> None:
-    """Replaces a node by the trace of ``function(x, *constants, **arguments)``."""
+    """Replaces a node by the trace of ``function(x, *constants)``."""
     x = _input(node)
     value = x.meta["val"]
     kept = {k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", "example_value", "eager_input_vals")}
     fakes = [value.fake_mode.from_tensor(c, static_shapes=True) for c in constants.values()]
     with value.fake_mode:  # for what the trace or its decompositions make from nothing
-        traced = make_fx(lambda x, *constants: function(x, *constants, **arguments), **trace)(value, *fakes)
+        traced = make_fx(function, **trace)(value, *fakes)
     with graph.inserting_before(node):
         inputs = [x, *(make_constant(graph, name, c) for name, c in constants.items())]
         for made, fake in zip(inputs[1:], fakes):
@@ -161,5 +212,11 @@ def _inline(
                 copy = replaced[inner] = graph.node_copy(inner, replaced.__getitem__)
                 copy.meta = {**kept, "val": inner.meta["val"]}
     (result,) = traced.graph.find_nodes(op="output")[0].args
-    node.replace_all_uses_with(replaced[result])
+    if isinstance(result, Node):
+        node.replace_all_uses_with(replaced[result])
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem, user
+            user.replace_all_uses_with(replaced[result[user.args[1]]])
+            graph.erase_node(user)
     graph.erase_node(node)

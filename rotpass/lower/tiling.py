@@ -74,7 +74,9 @@ def tiling(size: int, table: str) -> Tiling | None:
         return found if size >= 16 else None
     if twos >= 4:
         right = min(RIGHT, 1 << twos)
-        options = [Tiling(size // (right * tiles), tiles, right) for tiles in (1, 2, 4, 8) if right * tiles <= 1 << twos]
+        options = [
+            Tiling(size // (right * tiles), tiles, right) for tiles in (1, 2, 4, 8) if right * tiles <= 1 << twos
+        ]
     else:
         inner = list(itertools.accumulate(reversed(orders), operator.mul))
         options = [Tiling(size // right, 1, right) for right in inner if 16 <= right <= 128]
