@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from rotpass.hadamard.tables import base_matrix
 
 LARGEST_VECTOR = 256  # up to this order a program holds many vectors, each as a row of its tiles
 MOST_VALUES = 32768  # of a row, as float32 in the registers of one program
+FOUR_WARPS = 16384  # beyond, a program has eight
 MOST_LEFT = 256
 RIGHT = 64  # enough for the matrix units, and the least work for them
 
@@ -44,23 +46,23 @@ class Tiling:
     @property
     def values(self) -> int:
         """How many a program holds of one row, padding included."""
-        left = sum(padded for _, _, padded in chunks(self.left)) if self.left > 1 else 1
-        return left * self.tiles * sum(padded for _, _, padded in chunks(self.right))
+        left = sum(c.padded for c in chunks(self.left)) if self.left > 1 else 1
+        return left * self.tiles * sum(c.padded for c in chunks(self.right))
 
 
-def chunks(order: int) -> list[tuple[int, int, int]]:
-    """An axis as (start, length, padded length): Triton's blocks are powers of two, its dots at least 16.
+class Chunk(NamedTuple):
+    """A part of an axis: where it starts, how long it is, and padded to a block of Triton's."""
 
-    Up to 128 it is one block. Beyond, padding to the next power of two costs more than several products.
-    """
-    if order <= 128:
-        return [(0, order, max(16, _power_of_two(order)))]
-    found, start = [], 0
-    while start < order:
-        padded = next((p for p in (128, 64, 32, 16) if p <= order - start), 16)
-        found.append((start, min(padded, order - start), padded))
-        start += padded
-    return found
+    start: int
+    length: int
+    padded: int
+
+
+def chunks(order: int) -> list[Chunk]:
+    """An axis in parts: Triton's blocks are powers of two, and its products want 16 or more. Beyond 128, padding to the next
+    power of two costs more than several products."""
+    starts = range(0, order, 128)
+    return [Chunk(at, min(128, order - at), max(16, _power_of_two(min(128, order - at)))) for at in starts]
 
 
 @functools.cache
@@ -85,8 +87,8 @@ def tiling(size: int, table: str) -> Tiling | None:
 
 
 def _work(t: Tiling) -> int:
-    """Multiplications of the matrix units for one row."""
-    left = max(64, sum(padded for _, _, padded in chunks(t.left)))
+    """Multiplications of the matrix units for one row: each group of four warps has at least 64 rows of a tile."""
+    left = max(64 if t.values <= FOUR_WARPS else 128, sum(c.padded for c in chunks(t.left)))
     return t.tiles * t.right * left * (left + t.right)
 
 
