@@ -1,7 +1,8 @@
 """Writes the Triton program of a tiling, as the Jinja source of a template of Inductor's.
 
 Each load is a ``load_input`` and each store a ``store_output``, by which Inductor puts a fused producer or consumer there.
-Products come as soon as their tile is loaded and stores as soon as theirs is done, so that few tiles live at once.
+All loads come first: a product waits for its tile, and would hold up the loads behind it. (Products between the loads, and
+stores between the last products, measured 8 to 30 % slower.)
 """
 
 import dataclasses
@@ -78,15 +79,14 @@ def _vectors(t: Tiling, rows: int, dtype: torch.dtype, quantize: Quantize | None
     columns, lines = chunks(t.right), []
     tiles = {(i, k): Tile(f"{i}_{k}", Chunk(0, rows, rows), c, "block", f"{k * t.right}", True)
              for i, c in enumerate(columns) for k in range(t.tiles)}  # fmt: skip
+    for tile in tiles.values():
+        lines += tile.load(indent)
     for k in range(t.tiles):
-        for i in range(len(columns)):
-            lines += tiles[i, k].load(indent)
         for j in range(len(columns)):
             lines += _product(f"y{j}_{k}", [(f"x{i}_{k}", f"right{i}_{j}") for i in range(len(columns))], dtype)
     for j in range(len(columns)):
         lines += _butterflies([f"y{j}_{k}" for k in range(t.tiles)])
-    groups = [[tiles[j, k] for k in range(t.tiles)] for j in range(len(columns))]
-    return lines + _finish([[] for _ in range(len(tiles))], groups, t, quantize, True, indent)
+    return lines + _finish([[tiles[j, k] for k in range(t.tiles)] for j in range(len(columns))], t, quantize, indent)
 
 
 def _wide_row(t: Tiling, dtype: torch.dtype, quantize: Quantize | None, indent: int) -> list[str]:
@@ -95,35 +95,25 @@ def _wide_row(t: Tiling, dtype: torch.dtype, quantize: Quantize | None, indent: 
     masked = any(r.length != r.padded for r in rows)  # all or none: a store without a mask is given another's
     tiles = {(i, k): Tile(f"{i}_{k}", r, columns, "row", f"{k * t.right}", masked, t.tiles * t.right)
              for i, r in enumerate(rows) for k in range(t.tiles)}  # fmt: skip
+    for tile in tiles.values():
+        lines += tile.load(indent)
     for k in range(t.tiles):
-        for i in range(len(rows)):
-            lines += tiles[i, k].load(indent)
         for j in range(len(rows)):
             lines += _product(f"z{j}_{k}", [(f"left{j}_{i}", f"x{i}_{k}") for i in range(len(rows))], dtype)
     for j in range(len(rows)):
         lines += _butterflies([f"z{j}_{k}" for k in range(t.tiles)])
-    groups = [[tiles[j, k] for k in range(t.tiles)] for j in range(len(rows))]
-    last = [_rounded(f"y{j}_{k}", f"z{j}_{k}", "right0_0", dtype) for j in range(len(rows)) for k in range(t.tiles)]
-    return lines + _finish(last, groups, t, quantize, False, indent)
+    for j, k in tiles:
+        lines += _rounded(f"y{j}_{k}", f"z{j}_{k}", "right0_0", dtype)
+    return lines + _finish([[tiles[j, k] for k in range(t.tiles)] for j in range(len(rows))], t, quantize, indent)
 
 
-def _finish(
-    last: list[list[str]],
-    groups: list[list["Tile"]],
-    t: Tiling,
-    quantize: Quantize | None,
-    vectors: bool,
-    indent: int,
-) -> list[str]:
-    """The last product of each tile, and its store; with all of them between if a scale is taken of the whole row."""
-    tiles = [tile for group in groups for tile in group]
+def _finish(groups: list[list["Tile"]], t: Tiling, quantize: Quantize | None, indent: int) -> list[str]:
+    """Scales or quantizes the tiles, in groups of one shape, and stores them."""
     if quantize is None:
-        scale = f" * {1 / math.sqrt(t.size)!r}"
-        stores = [[f"y{tile.name} = y{tile.name}{scale}", tile.store(indent)] for tile in tiles]
-        return [line for product, store in zip(last, stores) for line in (*product, *store)]
-    lines = [line for product in last for line in product]
-    lines += _quantized([[f"y{tile.name}" for tile in group] for group in groups], quantize, t.size, vectors)
-    return lines + [tile.store(indent) for tile in tiles]
+        lines = [f"y{tile.name} = y{tile.name} * {1 / math.sqrt(t.size)!r}" for group in groups for tile in group]
+    else:
+        lines = _quantized([[f"y{tile.name}" for tile in group] for group in groups], quantize, t.size, t.left == 1)
+    return lines + [tile.store(indent) for group in groups for tile in group]
 
 
 # ------------------------------------------------------------------------------------------------------------- its parts

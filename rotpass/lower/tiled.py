@@ -129,7 +129,7 @@ def launches(t: Tiling, rows: int, inputs: int, itemsize: int, shared_memory: in
     if t.left == 1:
         block = max(16, _power_of_two_below(8192 // t.values))
         found = [Launch(block, 4), Launch(2 * block, 4), Launch(max(16, block // 2), 4, 4, 3), Launch(block, 8)]
-        return found if inputs == 1 else found[::-1][1:]
+        return found if t.values == t.size else [Launch(block, 8, 2, 4), *found]
     warps = 2 if t.values <= 2048 else 4 if t.values <= FOUR_WARPS else 8
     once, few, many = Launch(1, warps), Launch(1, warps, 1, 3), Launch(1, warps, 2, 3)
     if t.values <= 2048:
@@ -141,7 +141,7 @@ def launches(t: Tiling, rows: int, inputs: int, itemsize: int, shared_memory: in
     elif t.values > 8192:
         found = [few, many, Launch(1, warps, 1, 2), once]
     else:
-        found = [many, once] if t.left > 64 else [once, many]
+        found = [many, once] if t.left > 64 else [once, many]  # more than one group of rows: it pays to load ahead
     constants = sum(sum(c.padded for c in chunks(order)) ** 2 for order in (t.left, t.right)) * itemsize
     row = t.values * itemsize
     return [x for x in found if constants + row * (1.25 + inputs * (x.stages - 1)) <= shared_memory] or [once]
