@@ -92,7 +92,9 @@ def _vectors(t: Tiling, rows: int, dtype: torch.dtype, quantize: Quantize | None
 def _wide_row(t: Tiling, dtype: torch.dtype, quantize: Quantize | None, indent: int) -> list[str]:
     """One long row: a tile has part of the left digit, and all of the right one."""
     rows, (columns,), lines = chunks(t.left), chunks(t.right), []
-    masked = any(r.length != r.padded for r in rows)  # all or none: a store without a mask is given another's
+    masked = any(
+        c.length != c.padded for c in (*rows, columns)
+    )  # all or none: a store without a mask is given another's
     tiles = {(i, k): Tile(f"{i}_{k}", r, columns, "row", f"{k * t.right}", masked, t.tiles * t.right)
              for i, r in enumerate(rows) for k in range(t.tiles)}  # fmt: skip
     for tile in tiles.values():
