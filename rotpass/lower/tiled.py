@@ -127,7 +127,8 @@ def launches(t: Tiling, rows: int, inputs: int, itemsize: int, shared_memory: in
         shared_memory: bytes that a program may take.
     """
     if t.left == 1:
-        block = max(16, _power_of_two_below(8192 // t.values))
+        # 64 rows are what the matrix units take at once; with several tiles fewer do, and leave room for more programs.
+        block = 16 if t.tiles > 2 else max(64, 8192 // t.values)
         found = [Launch(block, 4), Launch(2 * block, 4), Launch(max(16, block // 2), 4, 4, 3), Launch(block, 8)]
         return found if t.values == t.size else [Launch(block, 8, 2, 4), *found]
     warps = 2 if t.values <= 2048 else 4 if t.values <= FOUR_WARPS else 8
@@ -145,10 +146,6 @@ def launches(t: Tiling, rows: int, inputs: int, itemsize: int, shared_memory: in
     constants = sum(sum(c.padded for c in chunks(order)) ** 2 for order in (t.left, t.right)) * itemsize
     row = t.values * itemsize
     return [x for x in found if constants + row * (1.25 + inputs * (x.stages - 1)) <= shared_memory] or [once]
-
-
-def _power_of_two_below(n: int) -> int:
-    return 1 << (n.bit_length() - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ its lowering
