@@ -10,6 +10,7 @@ from unittest import mock
 
 import jinja2
 import torch
+import torch.utils._triton
 import triton
 from torch._dynamo.device_interface import CudaInterface, device_interfaces
 from torch._inductor.debug import DebugContext
@@ -87,7 +88,18 @@ def pretended_gpu() -> Iterator[None]:
         stack.enter_context(mock.patch.object(portable, "stage_matrices", _no_stages))
         for module in (tiled, portable):
             stack.enter_context(mock.patch.object(module, "sign_vector", lambda n, seed, **how: torch.empty(n, **how)))
-        yield
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    """What PyTorch remembers of the devices that it found."""
+    for function in vars(torch.utils._triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def _no_matrices(t: Tiling, *, table: str, transpose: bool, **how) -> tuple[torch.Tensor, torch.Tensor]:
