@@ -107,6 +107,8 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     inputs, mode = _fake_inputs(before, example_inputs)
     with mode, preserve_node_meta(), _torch.no_saved_tensor_hooks():
         traced = make_fx(_Retracer(gm).run, pre_dispatch=True)(*inputs)
+    if torch.is_grad_enabled() and (lost := _operators(gm) - _operators(traced) - {_CHECKPOINT}):
+        raise NotImplementedError(f"{', '.join(sorted(op.name() for op in lost))} in it, whose gradient is its own")
     traced.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         # What make_fx lifts out of `torch.tensor(2.0)` is a buffer of the new graph.
@@ -135,6 +137,16 @@ def from_dynamo(gm: GraphModule, example_inputs: list) -> Capture:
     return Capture(traced, values, names, root=root, sources=sources)
 
 
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def _operators(gm: GraphModule) -> set[torch._ops.HigherOrderOperator]:
+    """The higher-order operators in a graph and those below it. One that is gone after tracing again was run instead, such as
+    a torch.autograd.Function or a tensor hook, and its gradient is lost."""
+    nodes = (node for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
+    return {node.target for node in nodes if isinstance(node.target, torch._ops.HigherOrderOperator)}
+
+
 class _Retracer(Interpreter):
     """Runs Dynamo's graph for ``make_fx``, all but two kinds of call.
 
@@ -147,7 +159,7 @@ class _Retracer(Interpreter):
     def run_node(self, node: Node) -> object:
         """As the base class does, but for these."""
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+        if node.target is _CHECKPOINT:
             return self._run_checkpoint(*args)
         if not node.op.startswith("call") or not any(map(_torch.is_wrapper, pytree.tree_leaves((args, kwargs)))):
             return super().run_node(node)
@@ -157,7 +169,7 @@ class _Retracer(Interpreter):
     def _run_checkpoint(self, body: GraphModule, *args: object) -> object:
         if "_checkpoint_context_fn" in body.meta:
             raise NotImplementedError("selective activation checkpointing (context_fn)")
-        for node in body.graph.nodes:
+        for node in body.graph.nodes if torch.is_grad_enabled() else ():
             node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=id(body))
         return _Retracer(body).run(*args)
 

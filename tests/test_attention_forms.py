@@ -245,6 +245,27 @@ def test_head_vectors_along_another_axis() -> None:
     )
 
 
+def test_values_before_the_probabilities() -> None:
+    """Which factor the values are is told by the way from the softmax, not by its place."""
+
+    def form(q, k, v):
+        return torch.einsum("bhkd,bhqk->bhqd", v, (q @ k.mT).softmax(-1))
+
+    outcome = rotate(Form(form))
+    assert outcome.how("r3") == ("rotated", "online", "none") and outcome.how("v")[0] == "rotated"
+    assert compiles_alike(Form(form)).counts == {"r3": 1, "v": 1, "r4": 0}
+
+
+def test_image_attention_with_channels_first() -> None:
+    """The autoencoder's of latent diffusion: bmm(values, probabilities.mT) gives (B, C, pixels)."""
+
+    def form(q, k, v):
+        probabilities = torch.bmm(flat(q), flat(k).mT).softmax(-1)
+        return torch.bmm(flat(v).mT.contiguous(), probabilities.permute(0, 2, 1)).mT.reshape(q.shape)
+
+    refused("v", form, "its values do not lie along the last axis")
+
+
 def differential(q, k, v):
     half = WIDTH // 2
     first, second = ((a[..., :half] @ a[..., half:].mT).softmax(-1) for a in (q + k, q - k))

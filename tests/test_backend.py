@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from small import TOLERANCE, Counting, Mlp, Model, agree
 from torch import nn
 from torch._dynamo.utils import counters
@@ -344,3 +345,72 @@ def test_repr_and_logs_do_not_need_a_graph(caplog: pytest.LogCaptureFixture, x: 
     with caplog.at_level("DEBUG", logger="rotpass"):
         agree(torch.compile(model, backend=made), model, x)
     assert "rotpass.hadamard" in caplog.text
+
+
+# ------------------------------------------------------------------------- what has a gradient of its own
+
+
+class _Scale(torch.autograd.Function):
+    """Its gradient is not its derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 5
+
+
+class _Hooked(torch.nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gate, self.up, self.down = (torch.nn.Linear(a, b) for a, b in ((8, 64), (8, 64), (64, 8)))
+
+    def inner(self, x):
+        return _Scale.apply(x) if self.how == "function in a checkpoint" else x * 2
+
+    def forward(self, x):
+        if self.how == "function":
+            x = _Scale.apply(x)
+        if self.how == "function in a checkpoint":
+            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        hidden = torch.nn.functional.silu(self.gate(x)) * self.up(x)
+        if self.how == "hook":
+            hidden.register_hook(lambda grad: grad * 3)
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize("how", ("function", "function in a checkpoint", "hook"))
+@pytest.mark.parametrize("inner", ("eager", "aot_eager"))
+def test_a_gradient_of_its_own_is_kept(how: str, inner: str) -> None:
+    model, x = _Hooked(how).double(), torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    model(x).square().sum().backward()
+    expected = [x.grad, *(p.grad for p in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    torch.compiler.reset()
+    with pytest.warns(UserWarning, match="left as it is.* in it, whose gradient is its own"):
+        torch.compile(model, backend=rotpass.backend(inner=inner))(x).square().sum().backward()
+    torch.testing.assert_close([x.grad, *(p.grad for p in model.parameters())], expected, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_dropout_in_an_activation_checkpoint_without_gradients() -> None:
+    """Recomputation is for the backward; AOTAutograd refuses random numbers in it where there is none."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(8, 64), torch.nn.Linear(64, 8)
+
+        def inner(self, x):
+            return self.down(torch.nn.functional.dropout(torch.nn.functional.silu(self.up(x)), 0.1))
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    torch.compiler.reset()
+    compiled = torch.compile(Model(), backend=rotpass.backend(inner="aot_eager"))
+    assert compiled(torch.randn(4, 8)).shape == (4, 8)

@@ -25,7 +25,7 @@ Sink = tuple[Node, Position]
 SCORES = {
     *POINTWISE, *TRANSPARENT, aten.tanh.default, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.dropout.default, aten.nan_to_num.default, aten.softmax.int,
-    aten.div_.Tensor, aten.sub_.Tensor,
+    aten.div_.Tensor, aten.sub_.Tensor, aten.mT.default,
 }  # fmt: skip
 
 LONGEST_WALK = 64
@@ -113,14 +113,15 @@ def _softmax(node: Node) -> Attention | None:
     below = _products(probabilities, users)
     if not above or len(below) != 1:
         return None
-    scored, weighted = above[0], below[0]
+    (scored, _), (weighted, via) = above[0], below[0]
+    values = weighted.a if argument_at(weighted.node, weighted.b.position) is via else weighted.b
     q, k = scored.along_last(scored.a), scored.along_last(scored.b)
     unfit = {}
     if len(above) > 1:
         unfit["r3"] = "its scores are the sum of several products"
     elif q is None or k is None:
         unfit["r3"] = "its queries or keys do not lie along the last axis, or are read with other axes elsewhere too"
-    if not weighted.b.gives_last:
+    if not values.gives_last:
         unfit["v"] = "its values do not lie along the last axis"
     elif weighted.adds:
         unfit["v"] = "its output is added to something else in the same call"
@@ -129,23 +130,23 @@ def _softmax(node: Node) -> Attention | None:
         weighted.node,
         q or (scored.node, scored.a.position),
         k or (scored.node, scored.b.position),
-        (weighted.node, weighted.b.position),
+        (weighted.node, values.position),
         unfit,
     )
 
 
-def _products(start: Node, step: Callable[[Node], list[Node]]) -> list[Product]:
-    """The products of two activations that a walk meets first."""
-    found, seen, todo = [], set(), [start]
+def _products(start: Node, step: Callable[[Node], list[Node]]) -> list[tuple[Product, Node]]:
+    """The products of two activations that a walk meets first, each with the node before it on the way."""
+    found, seen, todo = [], set(), [(start, start)]
     while todo and isinstance(start, Node) and len(seen) < LONGEST_WALK:
-        node = todo.pop(0)
+        node, via = todo.pop(0)
         if node in seen:
             continue
         seen.add(node)
         if (met := product(node)) is not None:
-            found.append(met)
+            found.append((met, via))
         elif node.target in SCORES:
-            todo.extend(step(node))
+            todo.extend((other, node) for other in step(node))
     return found
 
 
