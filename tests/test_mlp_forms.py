@@ -176,3 +176,50 @@ class Ungated(nn.Module):
 )
 def test_what_tells_an_ungated_mlp_from_a_head(outer: int, inside: int, out: int, sites: int) -> None:
     assert len(rotate(Ungated(outer, inside, out)).report.sites) == sites
+
+
+class Xielu(Ungated):
+    """Apertus's activation: quadratic above zero, exponential below, both slopes learned."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, 96, HIDDEN)
+        self.above, self.below = nn.Parameter(torch.tensor([0.8])), nn.Parameter(torch.tensor([0.6]))
+        self.register_buffer("eps", torch.tensor(-1e-6))
+
+    def forward(self, x):
+        x, above, below = self.up(x), F.softplus(self.above), 0.5 + F.softplus(self.below)
+        negative = (torch.expm1(torch.min(x, self.eps)) - x) * below + 0.5 * x
+        return self.down(torch.where(x > 0, above * x * x + 0.5 * x, negative))
+
+
+def test_xielu() -> None:
+    assert rotate(Xielu()).how("r4") == ("rotated", "online", "folded")
+
+
+def test_a_convolution_of_each_channel_inside_an_mlp() -> None:
+    """SegFormer's and PVT's: it mixes positions, and leaves the hidden values in their places."""
+
+    class Model(Ungated):
+        def __init__(self) -> None:
+            super().__init__(HIDDEN, 96, HIDDEN)
+            self.conv = nn.Conv1d(96, 96, 3, padding=1, groups=96)
+
+        def forward(self, x):
+            hidden = self.conv(self.up(x).transpose(1, 2)).transpose(1, 2)
+            return self.down(F.gelu(hidden))
+
+    assert rotate(Model()).how("r4") == ("rotated", "online", "folded")
+
+
+def test_position_embedders_that_read_a_table() -> None:
+    """Swin v2's continuous position bias: an MLP of coordinates that are a buffer."""
+
+    class Model(Ungated):
+        def __init__(self) -> None:
+            super().__init__(HIDDEN, 96, HIDDEN)
+            self.register_buffer("table", torch.randn(5, HIDDEN))
+
+        def forward(self, x):
+            return x + super().forward(self.table)
+
+    assert rotate(Model()).report.sites == []

@@ -28,7 +28,7 @@ ACTIVATIONS = {
     aten.erf.default, aten.square.default, aten.selu.default, aten.celu.default, aten.elu_.default, aten.glu.default,
     aten.prelu.default, aten.log_sigmoid.default, aten.softshrink.default, aten.hardshrink.default, aten.threshold.default,
     aten.hardtanh.default, aten.abs.default, aten.sin.default, aten.clamp.default, aten.clamp_min.default,
-    aten.maximum.default,
+    aten.maximum.default, aten.expm1.default,
 }  # fmt: skip
 
 # What may stand between: pointwise arithmetic that keeps every value in its place.
@@ -36,6 +36,7 @@ POINTWISE = {
     aten.mul.Tensor, aten.mul.Scalar, aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar,
     aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.pow.Tensor_Scalar, aten.exp.default, aten.clamp.default,
     aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default, aten.where.self,
+    aten.min.other, aten.max.other,
     aten.mul_.Tensor, aten.add_.Tensor, aten.hardtanh.default,
 }  # fmt: skip
 
@@ -114,16 +115,17 @@ def _ends(down: Projection, x: Node, width: int, weights: Container[Node]) -> _E
     if found is None:
         return None
     sources, activated, gated = found
-    is_mlp = gated or _narrows(set(sources.values()), width, down.out_features) and not any(map(_embeds, sources))
+    embeds = any(_embeds(source, weights) for source in sources)
+    is_mlp = gated or (_narrows(set(sources.values()), width, down.out_features) and not embeds)
     return _Ends(rotated) if activated and is_mlp else None
 
 
-def _embeds(source: Node) -> bool:
-    """Whether a projection reads sines and cosines: the first of a time or position embedder."""
+def _embeds(source: Node, weights: Container[Node]) -> bool:
+    """Whether a projection reads sines and cosines, or a table: the first of a time or position embedder."""
     seen, todo = set(), source.all_input_nodes[:1]
     while todo and len(seen) < LONGEST_WALK:
         node = todo.pop()
-        if node.target in (aten.cos.default, aten.sin.default):
+        if node.target in (aten.cos.default, aten.sin.default) or node in weights or node.op == "get_attr":
             return True
         if any(n.target in (aten.cos.default, aten.sin.default) for body in bodies(node) for n in body.graph.nodes):
             return True
@@ -156,7 +158,11 @@ def _walk(start: Node, weights: Container[Node]) -> tuple[dict[Node, int], bool,
             sources[node] = source.in_features
             continue
         if node.target in CONVOLUTIONS:
-            sources[node] = value(argument(node, "weight")).shape[1] * argument(node, "groups")
+            weight, groups = value(argument(node, "weight")), argument(node, "groups")
+            if groups == weight.shape[0] > 1:  # each channel by itself, between an MLP's two projections (SegFormer)
+                todo.append(argument(node, "input"))
+            else:
+                sources[node] = weight.shape[1] * groups
             continue
         if node.target not in BETWEEN and node.target not in TRANSPARENT:
             return None
