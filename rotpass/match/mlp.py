@@ -122,7 +122,8 @@ def _ends(down: Projection, x: Node, width: int, weights: Container[Node]) -> _E
 
 def _embeds(source: Node, weights: Container[Node]) -> bool:
     """Whether a projection reads sines and cosines, or a table: the first of a time or position embedder."""
-    seen, todo = set(), source.all_input_nodes[:1]
+    found = projection(source) or stacked_projection(source)
+    seen, todo = set(), [found.x if found else argument(source, "input")]
     while todo and len(seen) < LONGEST_WALK:
         node = todo.pop()
         if node.target in (aten.cos.default, aten.sin.default) or node in weights or node.op == "get_attr":
