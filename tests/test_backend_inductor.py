@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import uuid
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_custom_passes_of_the_user_still_run(x: torch.Tensor) -> None:
     assert len({key.uuid() for key in keys}) == len(keys)
     assert inductor_pass(Recipe(), (Pass("a"),)).uuid() == keys[1].uuid()
     assert inductor_pass(recipe, (lambda graph: None,)).uuid() is None, "no uuid, no cache"
-    mine, globally, aware = Pass("option"), Pass("global"), AwarePass("aware")
+    run = str(uuid.uuid4())  # with a key that was there before, the cache would answer and no pass would run
+    mine, globally, aware = Pass("option" + run), Pass("global" + run), AwarePass("aware" + run)
     model = Mlp()
     with torch._inductor.config.patch(post_grad_custom_post_pass=globally, post_grad_custom_pre_pass=aware):
         agree(torch.compile(model, backend=backend()), model, x)
