@@ -61,8 +61,8 @@ def expansion(
     x: Tensor, size: int, transpose: bool, table: str, seed: int | None
 ) -> tuple[dict[str, Tensor], Callable[..., Tensor]] | None:
     """As :func:`rotpass.lower.portable.expansion`; None where a program cannot hold a row, or not this dtype."""
-    t = tiling(size, table)
-    if t is None or x.dtype == torch.float64:
+    t = _tiling_for(x, size, table)
+    if t is None:
         return None
 
     def rotate(x: Tensor, left: Tensor, right: Tensor, *signs: Tensor) -> Tensor:
@@ -88,9 +88,9 @@ def expansion_quantize(
 ) -> tuple[dict[str, Tensor], Callable[..., tuple[Tensor, ...]]] | None:
     """As :func:`rotpass.lower.portable.expansion_quantize`; None where that is not one kernel: a scale for part of a row or
     for several, or signs after the rotation."""
-    t = tiling(size, table)
+    t = _tiling_for(x, size, table)
     one_row = x.shape[-1] == size and group in (0, size)
-    if t is None or x.dtype == torch.float64 or not one_row or (transpose and seed is not None):
+    if t is None or not one_row or (transpose and seed is not None):
         return None
 
     def quantize(x: Tensor, left: Tensor, right: Tensor, *signs: Tensor) -> tuple[Tensor, ...]:
@@ -99,6 +99,14 @@ def expansion_quantize(
         return q.view(x.shape), *(s.view(*x.shape[:-1], 1) if s.numel() else s for s in scales)
 
     return _constants(t, x, transpose, table, seed), quantize
+
+
+def _tiling_for(x: Tensor, size: int, table: str) -> Tiling | None:
+    """The tiling for tensors like ``x``, or None where there is none for this dtype or device."""
+    t = tiling(size, table)
+    if t is None or x.dtype == torch.float64:
+        return None
+    return t if fits(t, x.dtype.itemsize, _torch.device_properties(x.device).shared_memory) else None
 
 
 def _constants(t: Tiling, x: Tensor, transpose: bool, table: str, seed: int | None) -> dict[str, Tensor]:
@@ -130,7 +138,8 @@ def launches(t: Tiling, rows: int, inputs: int, itemsize: int, shared_memory: in
         # 64 rows are what the matrix units take at once; with several tiles fewer do, and leave room for more programs.
         block = 16 if t.tiles > 2 else max(64, 8192 // t.values)
         found = [Launch(block, 4), Launch(2 * block, 4), Launch(max(16, block // 2), 4, 4, 3), Launch(block, 8)]
-        return found if t.values == t.size else [Launch(block, 8, 2, 4), *found]
+        found = found if t.values == t.size else [Launch(block, 8, 2, 4), *found]
+        return _within(found, t, 1, itemsize, shared_memory)
     warps = 2 if t.values <= 2048 else 4 if t.values <= FOUR_WARPS else 8
     once, few, many = Launch(1, warps), Launch(1, warps, 1, 3), Launch(1, warps, 2, 3)
     if t.values <= 2048:
@@ -143,9 +152,33 @@ def launches(t: Tiling, rows: int, inputs: int, itemsize: int, shared_memory: in
         found = [few, many, Launch(1, warps, 1, 2), once]
     else:
         found = [many, once] if t.left > 64 else [once, many]  # more than one group of rows: it pays to load ahead
-    constants = sum(sum(c.padded for c in chunks(order)) ** 2 for order in (t.left, t.right)) * itemsize
-    row = t.values * itemsize
-    return [x for x in found if constants + row * (1.25 + inputs * (x.stages - 1)) <= shared_memory] or [once]
+    return _within(found, t, inputs, itemsize, shared_memory)
+
+
+def fits(t: Tiling, itemsize: int, shared_memory: int) -> bool:
+    """Whether a device can run a tiling at all. Of float32 only the right matrix goes through shared memory, in two parts."""
+    if t.left == 1:
+        return True
+    if itemsize == 4:
+        return 2 * itemsize * sum(c.padded for c in chunks(t.right)) ** 2 <= shared_memory
+    return _constants_bytes(t, itemsize) + t.values * itemsize <= shared_memory
+
+
+def _constants_bytes(t: Tiling, itemsize: int) -> int:
+    """Of both matrices, float32 in two parts."""
+    orders = sum(sum(c.padded for c in chunks(order)) ** 2 for order in (t.left, t.right))
+    return (2 if itemsize == 4 else 1) * itemsize * orders
+
+
+def _within(found: list[Launch], t: Tiling, inputs: int, itemsize: int, shared_memory: int) -> list[Launch]:
+    """Those that fit, by an estimate that is seldom too low: the matrices, the loads in flight, and a tile on its way
+    between layouts. One without loads in flight always stays."""
+    constants, fitting = _constants_bytes(t, itemsize), []
+    for launch in found:
+        ahead = inputs * (launch.stages if t.left == 1 else launch.stages - 1) if launch.per_sm else 0
+        if not launch.per_sm or constants + launch.rows * t.values * itemsize * (1.25 + ahead) <= shared_memory:
+            fitting.append(launch)
+    return fitting or [Launch(found[0].rows, found[0].warps)]
 
 
 # ------------------------------------------------------------------------------------------------------ its lowering
