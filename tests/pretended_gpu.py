@@ -12,7 +12,7 @@ import jinja2
 import torch
 import torch.utils._triton
 import triton
-from torch._dynamo.device_interface import CudaInterface, device_interfaces
+from torch._dynamo.device_interface import CudaInterface, device_interfaces, get_registered_device_interfaces
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
@@ -81,6 +81,7 @@ def pretended_gpu() -> Iterator[None]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch(f"torch.cuda.{name}", lambda *args, _value=value, **kwargs: _value))
         stack.enter_context(mock.patch.object(DeviceProperties, "create", classmethod(lambda cls, device: properties)))
+        [*get_registered_device_interfaces()]  # registers them, once: what is put back must have them
         stack.enter_context(mock.patch.dict(device_interfaces, {"cuda": Interface}))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver()))
         # The constants are not computed: there is no memory to put them in.
